@@ -1,0 +1,3 @@
+"""Version of the astrai-cli wheel; the only place it is written."""
+
+__version__ = "0.1.0"
