@@ -1,0 +1,1 @@
+"""Attention over the paged pool: step metadata, the backend seam and its implementations."""

@@ -1,0 +1,165 @@
+"""Between the model's fused parameters and the separate names of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from astrai_core.checkpoint.atomic import atomic_directory
+from astrai_core.checkpoint.weights import DEFAULT_SHARD_BYTES, write_shards
+from astrai_core.config.model import DType, ModelConfig
+from astrai_core.errors import CheckpointError
+from astrai_core.model.layers import FusedLinear
+from astrai_core.model.transformer import CausalLM
+from astrai_core.tokenizer.tokenizer import Tokenizer
+
+GENERATION_CONFIG = "generation_config.json"
+IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+"""Buffers that old checkpoints carry and that follow from the config."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor of the checkpoint lives in the model: a parameter, or a range of its rows."""
+
+    parameter: str
+    rows: tuple[int, int] | None = None
+
+    def view(self, parameters: dict[str, torch.nn.Parameter]) -> Tensor:
+        """Return the memory the tensor occupies."""
+        tensor = parameters[self.parameter].data
+        return tensor if self.rows is None else tensor[self.rows[0] : self.rows[1]]
+
+
+def layout(model: CausalLM) -> dict[str, Slot]:
+    """Return checkpoint name -> place in the model, tied output projection left out."""
+    slots: dict[str, Slot] = {}
+    for prefix, module in model.named_modules():
+        parent = prefix.rpartition(".")[0]
+        for name, _ in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}"
+            if isinstance(module, FusedLinear):
+                for part, rows in module.row_ranges().items():
+                    slots[f"{parent}.{part}.{name}"] = Slot(full, rows)
+            else:
+                slots[full] = Slot(full)
+    if model.config.tie_word_embeddings:
+        del slots["lm_head.weight"]
+    return slots
+
+
+@torch.no_grad()
+def load_tensors(model: CausalLM, tensors: Iterable[tuple[str, Tensor]], source: str | Path) -> None:
+    """Copy checkpoint tensors into the model's memory, one at a time, converting dtype on the way.
+
+    Parameters
+    ----------
+    tensors
+        (checkpoint name, tensor), in any order.
+    source
+        Where they come from, for messages.
+
+    Raises
+    ------
+    CheckpointError
+        If a tensor is missing, unknown, of another shape or not floating point.
+    """
+    slots = layout(model)
+    parameters = dict(model.named_parameters())
+    left = dict(slots)
+    for name, tensor in tensors:
+        slot = slots.get(name)
+        if slot is None:
+            if name.endswith(IGNORED_SUFFIXES) or (name == "lm_head.weight" and model.config.tie_word_embeddings):
+                continue
+            raise CheckpointError(
+                f"{source}: unknown tensor {name!r} for model_type {model.config.model_type!r}; "
+                "check model_type, biases and layer count in config.json"
+            )
+        target = slot.view(parameters)
+        if tensor.shape != target.shape:
+            raise CheckpointError(
+                f"{source}: tensor {name!r} has shape {tuple(tensor.shape)}, config.json asks for {tuple(target.shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{source}: tensor {name!r} is {tensor.dtype}; only floating-point weights load")
+        target.copy_(tensor)
+        left.pop(name, None)
+    if left:
+        names = ", ".join(sorted(left)[:3]) + (", ..." if len(left) > 3 else "")
+        raise CheckpointError(f"{source}: {len(left)} of {len(slots)} tensors are missing ({names}); download it again")
+
+
+def checkpoint_tensors(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    """Yield (checkpoint name, tensor) in model order; fused weights as views of their rows."""
+    parameters = dict(model.named_parameters())
+    config = model.config
+    for name, slot in layout(model).items():
+        tensor = slot.view(parameters)
+        part = name.split(".")[-2]
+        if config.rope_interleave and part in ("q_proj", "k_proj", "q_norm", "k_norm"):
+            tensor = interleaved_to_halves(tensor, config.head_dim, config.rotary_dim)
+        yield name, tensor
+
+
+def interleaved_to_halves(tensor: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
+    """Reorder rows ``[heads * head_dim, ...]`` of q or k so that half-split rotary gives the interleaved result."""
+    heads = tensor.view(-1, head_dim, *tensor.shape[1:])
+    pairs = heads[:, :rotary_dim].unflatten(1, (rotary_dim // 2, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((pairs, heads[:, rotary_dim:]), 1).reshape(tensor.shape)
+
+
+def save_pretrained(
+    model: CausalLM,
+    directory: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    generation_config: dict[str, Any] | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Write a Hugging Face directory that transformers loads with equal logits; it appears whole or not at all.
+
+    Interleaved rotary weights are reordered to the half-split layout that transformers assumes for these families.
+
+    Raises
+    ------
+    CheckpointError
+        If the directory holds files and `overwrite` is False, or the disk is full.
+    ConfigError
+        If the architecture has no expression as its ``model_type``.
+    """
+    dtype: DType = str(model.dtype).removeprefix("torch.")  # type: ignore[assignment]
+    config: ModelConfig = dataclasses.replace(model.config, dtype=dtype, rope_interleave=False)
+    with atomic_directory(directory, overwrite=overwrite) as scratch:
+        _write_json(scratch / "config.json", config.to_dict())
+        if generation_config:
+            _write_json(scratch / GENERATION_CONFIG, generation_config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
+        write_shards(scratch, checkpoint_tensors(model), max_shard_bytes)
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """Return the content of generation_config.json, or an empty dict if there is none."""
+    path = directory / GENERATION_CONFIG
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}); download it again or remove it") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, got {type(data).__name__}")
+    return data

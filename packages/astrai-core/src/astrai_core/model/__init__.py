@@ -1,0 +1,1 @@
+"""The decoder: one model class for training and inference."""

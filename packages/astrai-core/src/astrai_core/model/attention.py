@@ -1,0 +1,91 @@
+"""Self-attention of one decoder layer: dense (training, scoring) or through the paged pool (serving)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from astrai_core.attention.backend import AttentionBackend, AttentionSpec, split_qkv
+from astrai_core.attention.metadata import KVCache
+from astrai_core.config.model import ModelConfig
+from astrai_core.model.layers import FusedLinear, Linear, RMSNorm
+
+
+@dataclass(frozen=True)
+class DenseContext:
+    """What all layers of a pass without a cache share. Hidden states are ``[batch, seq, hidden]``."""
+
+    cos: Tensor
+    """``[batch * seq, rotary_dim / 2]`` fp32."""
+    sin: Tensor
+    masks: Mapping[int | None, Tensor | None]
+    """Window -> bool mask broadcastable to ``[batch, heads, seq, seq]``; None where plain causal masking is right."""
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """What all layers of an engine step share. Hidden states are ``[tokens, hidden]``."""
+
+    cos: Tensor
+    """``[tokens, rotary_dim / 2]`` fp32."""
+    sin: Tensor
+    cache: KVCache
+    backend: AttentionBackend
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention (arXiv 2305.13245) over a fused q/k/v projection."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.spec = AttentionSpec(
+            layer=layer,
+            n_heads=heads,
+            n_kv_heads=kv_heads,
+            head_dim=dim,
+            window=config.window(layer),
+            use_rope=config.rope_layers[layer],
+            interleaved=config.rope_interleave,
+            norm_eps=config.rms_norm_eps,
+        )
+        self.dropout = config.attention_dropout
+        self.qkv_proj = FusedLinear(
+            config.hidden_size,
+            {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim},
+            config.attention_bias,
+        )
+        self.o_proj = Linear(heads * dim, config.hidden_size, config.attention_out_bias)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, context: DenseContext | PagedContext) -> Tensor:
+        """Attend; x and the result are ``[batch, seq, hidden]`` (dense) or ``[tokens, hidden]`` (paged)."""
+        q_norm = None if self.q_norm is None else self.q_norm.weight
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        qkv = self.qkv_proj(x)
+        if isinstance(context, PagedContext):
+            backend, cache = context.backend, context.cache
+            q = backend.qkv_norm_rope_write(qkv, self.spec, cache, context.cos, context.sin, q_norm, k_norm)
+            run = backend.fwd_decode if cache.metadata.phase == "decode" else backend.fwd_prefill
+            return self.o_proj(run(q, self.spec, cache).flatten(1))
+        batch, seq, _ = x.shape
+        q, k, v = (
+            part.view(batch, seq, -1, self.spec.head_dim).transpose(1, 2)
+            for part in split_qkv(qkv.flatten(0, 1), self.spec, context.cos, context.sin, q_norm, k_norm)
+        )
+        mask = context.masks[self.spec.window]
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.spec.scale,
+            enable_gqa=self.spec.n_heads != self.spec.n_kv_heads,
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2))

@@ -1,0 +1,60 @@
+"""Norm and projections of the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from astrai_core import ops
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv 1910.07467) with a learned weight ``[hidden]``."""
+
+    def __init__(self, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x ``[..., hidden]``."""
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + residual), x + residual); see :func:`astrai_core.ops.add_rms_norm`."""
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class Linear(nn.Linear):
+    """A projection through the ops door; weight ``[out_features, in_features]``."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Project ``[..., in_features]`` to ``[..., out_features]``."""
+        return ops.linear(input, self.weight, self.bias)
+
+
+class FusedLinear(Linear):
+    """Several projections of one input, stored as one weight.
+
+    Files keep the parts under their own names; the checkpoint adapter, LoRA, matrix optimizers and tensor parallelism
+    read :attr:`row_groups` to find them.
+
+    Parameters
+    ----------
+    row_groups
+        Name of each part -> its rows, in storage order.
+    """
+
+    def __init__(self, in_features: int, row_groups: Mapping[str, int], bias: bool) -> None:
+        super().__init__(in_features, sum(row_groups.values()), bias)
+        self.row_groups = dict(row_groups)
+
+    def row_ranges(self) -> dict[str, tuple[int, int]]:
+        """Return name -> half-open range of rows."""
+        ranges, start = {}, 0
+        for name, rows in self.row_groups.items():
+            ranges[name] = (start, start + rows)
+            start += rows
+        return ranges

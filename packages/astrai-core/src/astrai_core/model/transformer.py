@@ -1,0 +1,170 @@
+"""The causal language model: embedding, decoder layers, final norm, output projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from astrai_core.attention.backend import AttentionBackend
+from astrai_core.attention.metadata import KVCache
+from astrai_core.attention.torch_native import causal_mask
+from astrai_core.config.model import ModelConfig
+from astrai_core.errors import RequestError
+from astrai_core.model.attention import DenseContext, PagedContext
+from astrai_core.model.decoder_block import DecoderBlock
+from astrai_core.model.layers import Linear, RMSNorm
+from astrai_core.model.rope import RotaryTable
+from astrai_core.registry import BaseFactory
+
+
+@dataclass
+class CausalLMOutput:
+    """Result of a forward pass."""
+
+    logits: Tensor
+    """``[batch, seq, vocab]`` (dense) or ``[rows, vocab]`` (paged)."""
+    last_hidden_state: Tensor
+    """``[batch, seq, hidden]`` or ``[tokens, hidden]``, after the final norm."""
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderBlock(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = RotaryTable(config)
+
+    def forward(self, input_ids: Tensor, context: DenseContext | PagedContext) -> Tensor:
+        """Return normed hidden states for ``[batch, seq]`` or ``[tokens]`` ids."""
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, context)
+        return self.norm.add(x, residual)[0]
+
+
+class CausalLM(nn.Module):
+    """Decoder-only language model of every supported family; the same class trains and serves."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_hidden_layers)))
+        self.model = Decoder(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the output projection the embedding itself, if the config says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Draw fresh weights: normal with std ``initializer_range``, zero biases, unit norms."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, RMSNorm):
+                module.weight.fill_(1.0)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.model.embed_tokens.weight.dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> CausalLMOutput:
+        """Compute the logits of whole sequences.
+
+        Parameters
+        ----------
+        input_ids
+            ``[batch, seq]`` int64.
+        position_ids
+            ``[batch, seq]`` or ``[seq]`` int64; 0, 1, 2, ... if None.
+        attention_mask
+            ``[batch, seq]``, nonzero where a token is real; padding may be on either side. Logits at padding are finite
+            and without meaning.
+
+        Raises
+        ------
+        RequestError
+            If a shape is wrong or the sequence is longer than the model's context.
+        """
+        if input_ids.dim() != 2:
+            raise RequestError(f"input_ids must be [batch, seq], got shape {tuple(input_ids.shape)}")
+        batch, seq = input_ids.shape
+        if seq > self.config.max_position_embeddings:
+            raise RequestError(
+                f"input_ids has {seq} positions, the model's context is {self.config.max_position_embeddings}; shorten it"
+            )
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise RequestError(
+                f"attention_mask must be [batch, seq] = {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
+            )
+        if position_ids is None:
+            position_ids = torch.arange(seq, device=input_ids.device)
+        cos, sin = self.model.rotary(position_ids.expand(batch, seq).reshape(-1))
+        masks = {window: self._dense_mask(seq, window, attention_mask, input_ids.device) for window in self.windows}
+        hidden = self.model(input_ids, DenseContext(cos, sin, masks))
+        return CausalLMOutput(self.lm_head(hidden), hidden)
+
+    def forward_paged(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cache: KVCache,
+        backend: AttentionBackend,
+        logit_rows: Tensor | None = None,
+    ) -> CausalLMOutput:
+        """Run one engine step: write the tokens' keys and values into the pool, attend to it.
+
+        Parameters
+        ----------
+        input_ids, position_ids
+            ``[tokens]`` int64: the step's tokens, request after request.
+        cache
+            View of the pool with this step's metadata; planned here.
+        logit_rows
+            ``[rows]`` int64: tokens whose logits are wanted; None for all.
+        """
+        backend.plan(cache, self.windows)
+        cos, sin = self.model.rotary(position_ids)
+        hidden = self.model(input_ids, PagedContext(cos, sin, cache, backend))
+        rows = hidden if logit_rows is None else hidden[logit_rows]
+        return CausalLMOutput(self.lm_head(rows), hidden)
+
+    @staticmethod
+    def _dense_mask(seq: int, window: int | None, keep: Tensor | None, device: torch.device) -> Tensor | None:
+        if keep is None and (window is None or window >= seq):
+            return None
+        mask = causal_mask(seq, seq, window, device)
+        if keep is None:
+            return mask
+        # A padded query sees at least itself, so no row of the softmax is empty; real queries never see padding.
+        itself = torch.eye(seq, dtype=torch.bool, device=device)
+        return ((mask & keep.bool()[:, None, :]) | itself)[:, None]
+
+
+class ModelFactory(BaseFactory[nn.Module]):
+    """Model classes by ``model_type``."""
+
+
+for _family in ("llama", "mistral", "qwen2", "qwen3", "smollm3"):
+    ModelFactory.register(_family, CausalLM)

@@ -1,0 +1,1 @@
+"""The paged KV cache: pages, slots and the pool that owns both."""

@@ -1,0 +1,1 @@
+"""Lists to tensors to tokens: the step on the device."""

@@ -1,0 +1,109 @@
+"""Runs one step: the batch's lists become tensors, the model gives logits, the sampler gives tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from astrai_core.attention.backend import AttentionBackend
+from astrai_core.model.transformer import CausalLM
+from astrai_core.types import TokenLogprobs
+from astrai_infer.cache.pool import PagePool
+from astrai_infer.sampling.batch_info import SamplingBatchInfo
+from astrai_infer.sampling.pipeline import SamplingPipeline, token_logprobs
+from astrai_infer.task import Batch, BatchItem, StepResult, Task
+
+
+class Executor:
+    """Owns the model's side of a step; the scheduler decides who runs."""
+
+    def __init__(self, model: CausalLM, pool: PagePool, backend: AttentionBackend, n_rows: int) -> None:
+        self.model = model
+        self.pool = pool
+        self.backend = backend
+        self.info = SamplingBatchInfo(n_rows, model.config.vocab_size, model.device)
+        self.pipeline = SamplingPipeline(self.info)
+
+    def admit(self, task: Task) -> None:
+        """Write a task's sampling parameters into its row."""
+        self.info.admit(task)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> StepResult:
+        """Feed the batch's tokens and sample for the tasks that reach their last one."""
+        items = batch.items
+        rows = [item.task.row for item in items if item.task.row is not None]
+        assert len(rows) == len(items), "every scheduled task has a row"
+        cache = self.pool.bind_tasks(rows, [item.n_tokens for item in items])
+        input_ids = self._tensor([t for i in items for t in i.task.token_ids[i.start : i.start + i.n_tokens]])
+        positions = np.concatenate([np.arange(i.start, i.start + i.n_tokens) for i in items])
+        plan = _plan_logits(items)
+        every = len(plan.rows) == batch.n_tokens
+        logits = self.model.forward_paged(
+            input_ids, self._tensor(positions), cache, self.backend, None if every else self._tensor(plan.rows)
+        ).logits
+        prompt_logprobs = {
+            span.item: token_logprobs(
+                logits[span.first : span.first + len(span.predicted)], self._tensor(span.predicted), span.n_top
+            )
+            for span in plan.spans
+        }
+        tasks = tuple(item.task for item in items if item.samples)
+        if not tasks:
+            return StepResult([], [], prompt_logprobs)
+        if plan.spans:
+            logits = logits[self._tensor(plan.sample_at)]
+        tokens = self.pipeline.sample(logits, self.info.view(tasks), self._tensor([task.total_len for task in tasks]))
+        return StepResult(tokens.tolist(), self._logprobs(logits, tokens, tasks), prompt_logprobs)
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, tasks: tuple[Task, ...]) -> list[TokenLogprobs | None]:
+        entries: list[TokenLogprobs | None] = [None] * len(tasks)
+        for i, task in enumerate(tasks):
+            if task.params.logprobs is not None:
+                entries[i] = token_logprobs(logits[i : i + 1], tokens[i : i + 1], task.params.logprobs)[0]
+        return entries
+
+    def _tensor(self, values: object) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64).to(self.model.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _PromptSpan:
+    """Logits of one item that predict tokens of its prompt: rows ``first ..`` of the step's logits."""
+
+    item: int
+    first: int
+    predicted: tuple[int, ...]
+    n_top: int
+
+
+@dataclass(frozen=True)
+class _LogitPlan:
+    """Which of the step's tokens need logits."""
+
+    rows: list[int]
+    """Tokens of the step, ascending."""
+    spans: list[_PromptSpan]
+    sample_at: list[int]
+    """For each sampling item, its index within `rows`."""
+
+
+def _plan_logits(items: list[BatchItem]) -> _LogitPlan:
+    plan = _LogitPlan([], [], [])
+    token = 0
+    for i, item in enumerate(items):
+        task, start, end = item.task, item.start, item.start + item.n_tokens
+        if task.params.prompt_logprobs is not None:
+            first, last = max(start, len(task.prompt_logprobs) - 1), min(end, len(task.prompt_ids) - 1)
+            if first < last:
+                predicted = task.prompt_ids[first + 1 : last + 1]
+                plan.spans.append(_PromptSpan(i, len(plan.rows), predicted, task.params.prompt_logprobs))
+                plan.rows.extend(range(token + first - start, token + last - start))
+        if item.samples:
+            plan.sample_at.append(len(plan.rows))
+            plan.rows.append(token + item.n_tokens - 1)
+        token += item.n_tokens
+    return plan

@@ -1,0 +1,130 @@
+"""The single transformations of the logits; :mod:`~astrai_infer.sampling.pipeline` puts them in order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from astrai_infer.task import Task
+
+
+def apply_penalties(
+    logits: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor, counts: Tensor, seen: Tensor
+) -> Tensor:
+    """Penalise tokens of the history (row SM1).
+
+    Parameters
+    ----------
+    logits
+        ``[batch, vocab]`` fp32.
+    presence, frequency, repetition
+        ``[batch, 1]`` fp32: subtracted once per seen token, subtracted per count, and dividing positive (multiplying
+        negative) logits of seen tokens (CTRL, arXiv 1909.05858, section 4.1).
+    counts
+        ``[batch, vocab]`` int32: occurrences in completion and the last rep_window prompt tokens.
+    seen
+        ``[batch, vocab]`` bool: occurs in prompt or completion.
+    """
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, scaled, logits)
+    return logits - presence * (counts > 0) - frequency * counts
+
+
+def apply_rules(logits: Tensor, tasks: tuple[Task, ...]) -> Tensor:
+    """Apply logit_bias, allowed_token_ids and min_tokens, task by task, to ``[batch, vocab]`` fp32 in place."""
+    for i, task in enumerate(tasks):
+        params, row = task.params, logits[i]
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=logits.device)
+            row[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+        if params.allowed_token_ids is not None:
+            ids = torch.tensor(params.allowed_token_ids, device=logits.device)
+            kept = row[ids]
+            row.fill_(-torch.inf)
+            row[ids] = kept
+        if task.output_len < params.min_tokens and task.stop_ids:
+            row[torch.tensor(sorted(task.stop_ids), device=logits.device)] = -torch.inf
+    return logits
+
+
+def filter_sorted(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor) -> Tensor:
+    """Drop what top-k, top-p and min-p exclude from logits sorted in falling order.
+
+    Parameters
+    ----------
+    logits
+        ``[batch, width]`` fp32, the `width` largest of each row, sorted.
+    top_k
+        ``[batch]`` int64; 0 is off.
+    top_p, min_p
+        ``[batch]`` fp32. top_p acts on what top_k left, renormalised; min_p on the ratio to the likeliest.
+    total
+        ``[batch]`` fp32: logsumexp of the whole row, the normaliser where top_k is off.
+
+    Returns
+    -------
+    ``[batch, width]`` fp32 with -inf where a token is excluded; the first column is always kept.
+    """
+    width = logits.shape[1]
+    rank = torch.arange(width, device=logits.device)
+    limit = torch.where(top_k > 0, top_k, width).unsqueeze(1)
+    logits = logits.masked_fill(rank >= limit, -torch.inf)
+    normaliser = torch.where(top_k > 0, logits.logsumexp(1), total).unsqueeze(1)
+    probs = (logits - normaliser).exp()
+    before = probs.cumsum(1) - probs
+    drop = (before >= top_p.unsqueeze(1)) | (probs < min_p.unsqueeze(1) * probs[:, :1])
+    drop[:, 0] = False
+    return logits.masked_fill(drop, -torch.inf)
+
+
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
+    """Draw one number in [0, 1) per row from a counter-based generator (SplitMix64's finaliser, Steele et al. 2014).
+
+    Parameters
+    ----------
+    seed, position
+        ``[batch]`` int64. The result is a function of the two alone, on every device.
+
+    Returns
+    -------
+    ``[batch]`` fp64
+    """
+    x = _mix(seed ^ _mix(position + 1))
+    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64) if constant >> 63 else constant
+
+
+def draw(logits: Tensor, u: Tensor) -> Tensor:
+    """Pick the column where the cumulative probability passes `u`.
+
+    Parameters
+    ----------
+    logits
+        ``[batch, width]`` fp32; -inf columns are never picked.
+    u
+        ``[batch]`` fp64 in [0, 1).
+
+    Returns
+    -------
+    ``[batch]`` int64
+    """
+    cumulative = logits.double().softmax(1).cumsum(1)
+    threshold = (u * cumulative[:, -1]).unsqueeze(1)
+    picked = torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
+    last = logits.shape[1] - 1 - torch.isfinite(logits).flip(1).int().argmax(1)
+    return picked.minimum(last)

@@ -1,0 +1,256 @@
+"""Who runs: admit, step, retire. No torch here.
+
+Each step has one token budget. Running requests decode one token each; what is left of the budget goes to chunks of
+prompts, oldest first, so neither starves. Memory pressure preempts the request served last and recomputes it later.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from astrai_core.errors import EngineError, RequestError
+from astrai_core.types import Completion, Request
+from astrai_infer.config import EngineConfig
+from astrai_infer.queue import TaskQueue
+from astrai_infer.task import Batch, BatchItem, Delta, StepResult, Task
+
+logger = logging.getLogger(__name__)
+
+
+class Pool(Protocol):
+    """What the scheduler asks of the KV pool (:class:`astrai_infer.cache.pool.PagePool`)."""
+
+    @property
+    def capacity(self) -> int: ...
+    def can_admit(self, n_tokens: int) -> bool: ...
+    def acquire_row(self) -> int: ...
+    def extend(self, row: int, n_tokens: int) -> bool: ...
+    def release(self, row: int) -> None: ...
+
+
+class StepRunner(Protocol):
+    """What the scheduler asks of the executor (:class:`astrai_infer.runtime.executor.Executor`)."""
+
+    def admit(self, task: Task) -> None: ...
+    def run(self, batch: Batch) -> StepResult: ...
+
+
+class InferenceScheduler:
+    """Drives tasks through the executor. One :meth:`_step` serves the engine's loop and :meth:`run_batch` (row S1).
+
+    Parameters
+    ----------
+    make_tasks
+        Turns a request into its n tasks; raises RequestError for one that can never be served.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: Pool,
+        executor: StepRunner,
+        make_tasks: Callable[[Request, Callable[[Delta], None]], list[Task]],
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.executor = executor
+        self._make_tasks = make_tasks
+        self.waiting = TaskQueue(config.max_waiting)
+        self.running: list[Task] = []
+        self.n_steps = 0
+        self.work = threading.Condition()
+        """Guards the inbox below; notified when something arrives. Never held during a step."""
+        self._arrived: list[Task] = []
+        self._aborted: set[str] = set()
+        self._stepping = threading.Lock()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.running or len(self.waiting) or self._arrived or self._aborted)
+
+    def submit(self, tasks: Sequence[Task]) -> None:
+        """Queue tasks; any thread may call this.
+
+        Raises
+        ------
+        RequestError
+            If a prompt can never fit in the KV cache, or the queue is full; none of the tasks is queued then.
+        """
+        for task in tasks:
+            if len(task.prompt_ids) >= self.pool.capacity:
+                raise RequestError(
+                    f"prompt has {len(task.prompt_ids)} tokens, the KV cache holds {self.pool.capacity} for prompt "
+                    "and completion; shorten it or give the cache more memory"
+                )
+        with self.work:
+            n_waiting = len(self.waiting) + len(self._arrived)
+            if n_waiting + len(tasks) > self.config.max_waiting:
+                raise RequestError(f"{n_waiting} requests are waiting, max_waiting allows no more; try again later")
+            self._arrived.extend(tasks)
+            self.work.notify_all()
+
+    def abort(self, request_id: str) -> None:
+        """End all choices of a request before the next step; any thread may call this. Idempotent."""
+        with self.work:
+            self._aborted.add(request_id)
+            self.work.notify_all()
+
+    def run_batch(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete all requests in the calling thread, in the order given (n choices in a row each).
+
+        Raises
+        ------
+        RequestError
+            If one of them can never be served; nothing runs then.
+        EngineError
+            If a step failed.
+        """
+        done: list[list[Completion | None]] = []
+        tasks: list[Task] = []
+        for request in requests:
+            slots: list[Completion | None] = [None] * request.params.n
+            done.append(slots)
+            tasks.extend(self._make_tasks(request, _collect_into(slots)))
+        self.submit(tasks)
+        while not all(completion is not None for slots in done for completion in slots):
+            self.step()
+        completions = [completion for slots in done for completion in slots if completion is not None]
+        for completion in completions:
+            if completion.error is not None:
+                raise EngineError(completion.error)
+        return completions
+
+    def step(self) -> bool:
+        """Run one step; return whether there was anything to do."""
+        with self._stepping:
+            return self._step()
+
+    def fail_all(self, error: str) -> None:
+        """End everything with an error; no request waits for ever."""
+        with self._stepping:
+            self._receive()
+            self._retire([*self.running, *self.waiting], error)
+
+    def _step(self) -> bool:
+        self._receive()
+        batch = self._schedule()
+        if not batch.items:
+            return False
+        self.n_steps += 1
+        try:
+            result = self.executor.run(batch)
+        except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+            logger.exception("step %d failed", self.n_steps)
+            first_line = str(error).partition("\n")[0]
+            self._retire([item.task for item in batch.items], f"a step failed: {type(error).__name__}: {first_line}")
+            return True
+        self._process(batch, result)
+        return True
+
+    def _receive(self) -> None:
+        """Take over what other threads left in the inbox."""
+        with self.work:
+            arrived, self._arrived = self._arrived, []
+            aborted, self._aborted = self._aborted, set()
+        for task in arrived:
+            self.waiting.push(task)
+        if not aborted:
+            return
+        for task in [task for task in self.running if task.request_id in aborted]:
+            self._release(task)
+            task.finish("abort")
+        dropped = [task for task in self.waiting if task.request_id in aborted]
+        self.waiting.remove(dropped)
+        for task in dropped:
+            task.finish("abort")
+
+    def _schedule(self) -> Batch:
+        """Choose the step's work and take the pages it needs."""
+        batch = Batch()
+        budget = self.config.max_batch_tokens
+        self.running.sort(key=lambda task: task.order)
+        decoding = [task for task in self.running if task.remaining_len == 1]
+        for task in decoding:
+            if task.status == "running" and self._make_room(task, 1):
+                batch.items.append(BatchItem(task, task.computed_len, 1))
+                budget -= 1
+        for task in [task for task in self.running if task.remaining_len > 1]:
+            n_tokens = min(task.remaining_len, budget)
+            if task.status == "running" and n_tokens and self._make_room(task, n_tokens):
+                batch.items.append(BatchItem(task, task.computed_len, n_tokens))
+                budget -= n_tokens
+        while budget and (head := self.waiting.peek()) is not None and self.pool.can_admit(head.remaining_len):
+            task = self.waiting.pop()
+            task.row = self.pool.acquire_row()
+            task.status = "running"
+            self.executor.admit(task)
+            self.running.append(task)
+            n_tokens = min(task.remaining_len, budget)
+            extended = self.pool.extend(task.row, n_tokens)
+            assert extended, "can_admit promised room for the whole prompt"
+            batch.items.append(BatchItem(task, 0, n_tokens))
+            budget -= n_tokens
+        batch.items = [item for item in batch.items if item.task.status == "running"]
+        batch.items.sort(key=lambda item: item.n_tokens > 1)
+        return batch
+
+    def _make_room(self, task: Task, n_tokens: int) -> bool:
+        """Extend a running task, preempting those served after it; return False if the task itself had to go."""
+        assert task.row is not None, "a running task has a row"
+        while not self.pool.extend(task.row, n_tokens):
+            victim = max(self.running, key=lambda other: other.order)
+            if victim is task and len(self.running) == 1:
+                # Alone with the whole pool and still no room: it has outgrown the cache.
+                self._release(task)
+                task.finish("length")
+                return False
+            self._preempt(victim)
+            if victim is task:
+                return False
+        return True
+
+    def _preempt(self, task: Task) -> None:
+        self._release(task)
+        task.computed_len = 0
+        task.n_preemptions += 1
+        self.waiting.push(task)
+
+    def _release(self, task: Task) -> None:
+        assert task.row is not None, "a running task has a row"
+        self.pool.release(task.row)
+        task.row = None
+        self.running.remove(task)
+
+    def _process(self, batch: Batch, result: StepResult) -> None:
+        """Hand the step's results to their tasks and retire those that are done."""
+        sampled = 0
+        for i, item in enumerate(batch.items):
+            task = item.task
+            task.prompt_logprobs.extend(result.prompt_logprobs.get(i, ()))
+            samples = item.samples
+            task.computed_len = item.start + item.n_tokens
+            if samples:
+                task.append(result.token_ids[sampled], result.logprobs[sampled])
+                sampled += 1
+            if task.status == "finished":
+                self._release(task)
+
+    def _retire(self, tasks: list[Task], error: str) -> None:
+        waiting = [task for task in tasks if task.row is None]
+        self.waiting.remove(waiting)
+        for task in tasks:
+            if task.row is not None:
+                self._release(task)
+            task.finish("error", error=error)
+
+
+def _collect_into(slots: list[Completion | None]) -> Callable[[Delta], None]:
+    def on_delta(delta: Delta) -> None:
+        if delta.completion is not None:
+            slots[delta.index] = delta.completion
+
+    return on_delta

@@ -1,0 +1,221 @@
+"""The mutable life of a request inside the engine, and what one step runs. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from astrai_core.types import Completion, FinishReason, SamplingParams, TokenLogprobs, Usage
+from astrai_infer.text.detokenize import TextStream
+
+Status = Literal["waiting", "running", "finished"]
+
+
+class Delta(str):
+    """A piece of streamed text; it is that string, and knows where it belongs.
+
+    Attributes
+    ----------
+    token_ids
+        The tokens that are new since the last delta.
+    prompt_index, index
+        Which prompt of the call, and which of its n choices.
+    completion
+        The whole answer, with the last delta of a choice; None before.
+    """
+
+    token_ids: tuple[int, ...]
+    prompt_index: int
+    index: int
+    completion: Completion | None
+
+    @classmethod
+    def of(
+        cls,
+        text: str,
+        token_ids: tuple[int, ...],
+        index: int,
+        completion: Completion | None = None,
+        prompt_index: int = 0,
+    ) -> Delta:
+        """Build a delta."""
+        delta = cls(text)
+        delta.token_ids, delta.index, delta.prompt_index = token_ids, index, prompt_index
+        delta.completion = completion
+        return delta
+
+    @property
+    def text(self) -> str:
+        """The piece of text as a plain string."""
+        return str(self)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the completion ended, with its last delta."""
+        return None if self.completion is None else self.completion.finish_reason
+
+
+class Task:
+    """One choice of one request.
+
+    The chained invariant: ``0 <= computed_len <= total_len - 1``, and ``total_len == len(prompt) + len(output)``. A
+    step feeds tokens ``computed_len ..`` and samples when it reaches the last one; prefill, decode and recomputation
+    after preemption differ only in how many tokens are left.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_total_len: int,
+        stop_ids: frozenset[int],
+        text: TextStream,
+        on_delta: Callable[[Delta], None],
+        index: int = 0,
+        prompt_index: int = 0,
+        priority: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.seed = seed
+        self.max_total_len = max_total_len
+        self.stop_ids = stop_ids
+        self.text = text
+        self.on_delta = on_delta
+        self.index = index
+        self.prompt_index = prompt_index
+        self.priority = priority
+        self.arrival = 0
+        self.status: Status = "waiting"
+        self.row: int | None = None
+        self.computed_len = 0
+        self.token_ids = list(prompt_ids)
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.n_preemptions = 0
+
+    @property
+    def total_len(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def output_len(self) -> int:
+        """Sampled tokens."""
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Sampled tokens."""
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def remaining_len(self) -> int:
+        """Tokens to feed before the next one can be sampled; 1 while decoding."""
+        return len(self.token_ids) - self.computed_len
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: who is served first and preempted last."""
+        return (self.priority, self.arrival)
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Take the sampled token: emit its text and finish if it ends the completion."""
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if token_id in self.stop_ids and self.output_len > self.params.min_tokens:
+            is_eos = token_id not in self.params.stop_token_ids
+            self.finish("stop", stop_reason=None if is_eos else token_id, stop_token_id=token_id)
+            return
+        delta, stop = self.text.push(token_id)
+        if stop is not None:
+            self._close("stop", delta, (token_id,), stop)
+        elif self.output_len == self.params.max_tokens or self.total_len >= self.max_total_len:
+            tail, stop = self.text.end()
+            self._close("length" if stop is None else "stop", delta + tail, (token_id,), stop)
+        else:
+            self.on_delta(Delta.of(delta, (token_id,), self.index, prompt_index=self.prompt_index))
+
+    def finish(
+        self,
+        reason: FinishReason,
+        *,
+        stop_reason: str | int | None = None,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """End the completion; the caller gets exactly one final delta."""
+        tail, stop = self.text.end(stop_token_id)
+        if stop is not None and reason == "length":
+            reason, stop_reason = "stop", stop
+        new = () if stop_token_id is None else (stop_token_id,)
+        self._close(reason, tail, new, stop_reason, error)
+
+    def _close(
+        self,
+        reason: FinishReason,
+        delta: str,
+        new_ids: tuple[int, ...],
+        stop_reason: str | int | None,
+        error: str | None = None,
+    ) -> None:
+        assert self.status != "finished", f"request {self.request_id} finished twice"
+        self.status = "finished"
+        params = self.params
+        completion = Completion(
+            text=self.text.text,
+            token_ids=tuple(self.output_ids),
+            finish_reason=reason,
+            usage=Usage(prompt_tokens=len(self.prompt_ids), completion_tokens=self.output_len),
+            logprobs=None if params.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if params.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            index=self.index,
+            request_id=self.request_id,
+            stop_reason=stop_reason,
+            error=error,
+        )
+        self.on_delta(Delta.of(delta, new_ids, self.index, completion, self.prompt_index))
+
+
+@dataclass
+class BatchItem:
+    """What a step does for one task: feed `n_tokens` from `start` on; sample if that reaches the last one."""
+
+    task: Task
+    start: int
+    n_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step yields a token for this task."""
+        return self.start + self.n_tokens == self.task.total_len
+
+
+@dataclass
+class Batch:
+    """One step's work, decoding tasks first. The scheduler fills it, the executor reads it."""
+
+    items: list[BatchItem] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens fed by the step."""
+        return sum(item.n_tokens for item in self.items)
+
+
+@dataclass
+class StepResult:
+    """What the executor returns, on the host."""
+
+    token_ids: list[int]
+    """Sampled token of each sampling item, in batch order."""
+    logprobs: list[TokenLogprobs | None]
+    """For each sampling item, if it asked for them."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Index of a batch item -> entries for the prompt tokens that its chunk predicts."""

@@ -1,0 +1,1 @@
+"""From token ids to text: decoding, stop strings, held-back tails."""
