@@ -144,7 +144,9 @@ def test_interleaved_rotary_equals_half_split_of_the_export(tmp_path):
             torch.testing.assert_close(theirs(tokens).logits, ours(tokens).logits, **TOLERANCE)
 
 
-@pytest.mark.parametrize("legacy", [{"type": "linear", "factor": 3.0}, {"rope_type": "yarn", "factor": 2.0}, LLAMA3, None])
+@pytest.mark.parametrize(
+    "legacy", [{"type": "linear", "factor": 3.0}, {"rope_type": "yarn", "factor": 2.0}, LLAMA3, None]
+)
 def test_old_and_new_rope_keys_mean_the_same(legacy):
     """`rope_theta` + `rope_scaling` (old) and `rope_parameters` (new) give equal configs."""
     base = {"model_type": "llama"} | SHAPE
