@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from astrai_core.types import SamplingParams
 from astrai_infer.task import Task
+
+Width = Literal["none", "narrow", "wide", "nucleus"]
+"""What the filters of a random row ask for: nothing sorted, the first NARROW or WIDE columns, or as many as hold its mass.
+It is a fact of the row alone, so that a row is computed in the same way whatever its batch mates are."""
+
+NARROW, WIDE = 64, 1024
+"""Columns (sorting 49,152 columns costs 4 ms a row on a CPU, finding the 1,024 largest 0.3 ms)."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +36,11 @@ class SamplingView:
     """``[batch]`` fp32; 0 is off."""
     seed: Tensor
     """``[batch]`` int64."""
-    any_random: bool
-    any_filter: bool
+    groups: dict[Width, Tensor]
+    """How much of a row must be sorted to draw from it -> positions within the batch, ``[n]`` int64."""
     any_penalty: bool
     any_rule: bool
     """Some task has a logit_bias, allowed_token_ids or min_tokens."""
-    max_top_k: int
-    """Largest top_k if every random row has one, else 0."""
 
 
 class SamplingBatchInfo:
@@ -109,7 +116,10 @@ class SamplingBatchInfo:
         temperature, top_p, min_p = self._floats[rows, :3].unbind(1)
         top_k, seed = self._ints[rows].unbind(1)
         params = [task.params for task in tasks]
-        random = [p for p in params if not p.greedy]
+        groups: dict[Width, list[int]] = {}
+        for i, p in enumerate(params):
+            if not p.greedy:
+                groups.setdefault(_width(p), []).append(i)
         self._view = SamplingView(
             tasks=tasks,
             rows=rows,
@@ -118,10 +128,14 @@ class SamplingBatchInfo:
             top_p=top_p,
             min_p=min_p,
             seed=seed,
-            any_random=bool(random),
-            any_filter=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in random),
+            groups={width: torch.tensor(index, device=self.device) for width, index in groups.items()},
             any_penalty=any(p.counts_history for p in params),
             any_rule=any(p.logit_bias or p.allowed_token_ids is not None or p.min_tokens for p in params),
-            max_top_k=max((p.top_k for p in random), default=0) if all(p.top_k > 0 for p in random) else 0,
         )
         return self._view
+
+
+def _width(params: SamplingParams) -> Width:
+    if 0 < params.top_k <= WIDE:
+        return "narrow" if params.top_k <= NARROW else "wide"
+    return "nucleus" if params.top_k > 0 or params.top_p < 1 or params.min_p > 0 else "none"

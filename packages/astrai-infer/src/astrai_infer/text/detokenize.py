@@ -52,7 +52,7 @@ class TextStream:
         return delta, stop
 
     def _match(self, text: str) -> tuple[str, str | None]:
-        if self._n_tokens < self._min_tokens:
+        if self._n_tokens <= self._min_tokens:
             return self._emit(text), None
         delta, stop = self._matcher.push(text)
         if stop is not None and self._keep_stop:

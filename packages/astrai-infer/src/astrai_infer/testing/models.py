@@ -1,0 +1,79 @@
+"""Models for tests: a tiny random one, and one whose next token is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from astrai_core.attention.backend import AttentionBackend
+from astrai_core.attention.metadata import KVCache
+from astrai_core.auto import AutoModel
+from astrai_core.config.model import ModelConfig
+from astrai_core.model.transformer import CausalLM, CausalLMOutput
+from astrai_infer.testing.tokenizer import EOS_ID, VOCAB_SIZE
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """Return a 2-layer architecture over the byte vocabulary; `changes` are keys of config.json."""
+    data = {
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "eos_token_id": EOS_ID,
+    }
+    return ModelConfig.from_dict(data | changes)
+
+
+@torch.no_grad()
+def tiny_model(seed: int = 0, **changes: Any) -> CausalLM:
+    """Return a random fp32 model whose greedy text wanders (large weights, so that few logits are near ties)."""
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModel.from_config(tiny_config(**changes), "float32", "cpu", generator).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(8.0)
+    return model
+
+
+class ScriptedModel(torch.nn.Module):
+    """Answers with ``script(token_id, position)``: the token that follows `token_id` at `position`. It has no weights
+    and no keys or values, so a test scripts exactly what the engine sees.
+
+    Attributes
+    ----------
+    n_fed
+        Tokens fed so far, recomputed ones included.
+    """
+
+    def __init__(self, script: Callable[[int, int], int], **changes: Any) -> None:
+        super().__init__()
+        self.config = tiny_config(**changes)
+        self.script = script
+        self.windows: tuple[int | None, ...] = (None,)
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.n_fed = 0
+
+    def forward_paged(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cache: KVCache,
+        backend: AttentionBackend,
+        logit_rows: Tensor | None = None,
+    ) -> CausalLMOutput:
+        """Return logits ``[rows, vocab]``: 10 for the scripted token, 0 for the others."""
+        self.n_fed += len(input_ids)
+        rows = torch.arange(len(input_ids)) if logit_rows is None else logit_rows
+        logits = torch.zeros(len(rows), self.config.vocab_size)
+        for i, row in enumerate(rows.tolist()):
+            logits[i, self.script(int(input_ids[row]), int(position_ids[row]))] = 10.0
+        return CausalLMOutput(logits, logits)
