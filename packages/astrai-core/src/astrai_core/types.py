@@ -43,19 +43,19 @@ class SamplingParams(BaseConfig):
     ``allowed_token_ids``, ``min_tokens``; temperature; ``top_k``; ``top_p``; ``min_p``. Penalties also act when greedy.
     """
 
-    n: Int = Field(1, ge=1, le=128)
+    n: Int = Field(default=1, ge=1, le=128)
     """Completions per prompt."""
-    temperature: Float = Field(1.0, ge=0, le=100)
+    temperature: Float = Field(default=1.0, ge=0, le=100)
     """Divides the logits; 0 is exact argmax."""
-    top_p: Float = Field(1.0, gt=0, le=1)
+    top_p: Float = Field(default=1.0, gt=0, le=1)
     """Keep the smallest set of tokens whose probabilities reach this mass; 1 is off."""
-    top_k: Int = Field(0, ge=-1)
+    top_k: Int = Field(default=0, ge=-1)
     """Keep the k likeliest tokens; 0, -1 and None are off."""
-    min_p: Float = Field(0.0, ge=0, le=1)
+    min_p: Float = Field(default=0.0, ge=0, le=1)
     """Drop tokens below this share of the likeliest token's probability; 0 is off."""
-    max_tokens: Int | None = Field(None, ge=1)
+    max_tokens: Int | None = Field(default=None, ge=1)
     """Longest completion in tokens; None means until the context is full."""
-    min_tokens: Int = Field(0, ge=0)
+    min_tokens: Int = Field(default=0, ge=0)
     """No end-of-text or stop id before this many tokens; stop strings wait for them too."""
     stop: Strings = ()
     """Strings that end the completion; they are not part of it."""
@@ -63,19 +63,19 @@ class SamplingParams(BaseConfig):
     """Further token ids that end the completion."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-text ids."""
-    seed: Int | None = Field(None, ge=0, le=MAX_SEED)
+    seed: Int | None = Field(default=None, ge=0, le=MAX_SEED)
     """Makes the completion a function of prompt, parameters, seed and choice index alone."""
-    logprobs: Int | None = Field(None, ge=0, le=100)
+    logprobs: Int | None = Field(default=None, ge=0, le=100)
     """Log-probabilities of the sampled tokens and of this many likeliest ones."""
-    prompt_logprobs: Int | None = Field(None, ge=0, le=100)
+    prompt_logprobs: Int | None = Field(default=None, ge=0, le=100)
     """The same for the tokens of the prompt."""
-    presence_penalty: Float = Field(0.0, ge=-2, le=2)
+    presence_penalty: Float = Field(default=0.0, ge=-2, le=2)
     """Subtracted once from the logit of every token in the penalised history."""
-    frequency_penalty: Float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Float = Field(default=0.0, ge=-2, le=2)
     """Subtracted per occurrence in the penalised history."""
-    repetition_penalty: Float = Field(1.0, gt=0, le=10)
+    repetition_penalty: Float = Field(default=1.0, gt=0, le=10)
     """Divides positive and multiplies negative logits of tokens seen in prompt or completion (arXiv 1909.05858)."""
-    rep_window: Int = Field(64, ge=0)
+    rep_window: Int = Field(default=64, ge=0)
     """Last prompt tokens that presence and frequency penalties count in addition to the completion."""
     logit_bias: dict[int, Float] | None = None
     """Added to the logits of the given token ids."""

@@ -13,25 +13,25 @@ from astrai_core.config.base import CONFIG, BaseConfig, dataclass
 class EngineConfig(BaseConfig):
     """How much the engine holds and runs at once."""
 
-    max_seq_len: int | None = Field(None, gt=1)
+    max_seq_len: int | None = Field(default=None, gt=1)
     """Longest prompt plus completion in tokens; None means the model's context."""
-    max_num_seqs: int = Field(64, gt=0, le=4096)
+    max_num_seqs: int = Field(default=64, gt=0, le=4096)
     """Requests that run at once; the others wait."""
-    max_batch_tokens: int = Field(2048, gt=0)
+    max_batch_tokens: int = Field(default=2048, gt=0)
     """Token budget of one step, shared by decoding requests (one token each) and chunks of prompts."""
-    max_waiting: int = Field(65536, gt=0)
+    max_waiting: int = Field(default=65536, gt=0)
     """Requests that may wait; one more is refused."""
     page_size: Literal[1, 8, 16, 32, 64] = 16
     """Tokens per page of the KV cache."""
-    kv_cache_bytes: int | None = Field(None, gt=0)
+    kv_cache_bytes: int | None = Field(default=None, gt=0)
     """Memory of the KV cache; None sizes it from ``memory_fraction`` and what the limits above can use."""
-    memory_fraction: float = Field(0.85, gt=0, le=1)
+    memory_fraction: float = Field(default=0.85, gt=0, le=1)
     """Share of the free memory of a CUDA device, after the weights, that the KV cache may take."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Storage type of keys and values; "auto" is the model's."""
     backend: str | None = None
     """Attention backend by name; None picks by priority (see ``ASTR_BACKEND``)."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Seeds the requests that bring no seed of their own."""
 
     @model_validator(mode="after")

@@ -187,7 +187,7 @@ class InferenceEngine:
             ids = list(cast("Sequence[int]", prompt))
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
-        return cast("list[int]", ids)
+        return ids
 
     def _start(self, prompts: Any, params: Any, deliver: Callable[[Delta], None]) -> _Run:
         """Queue all prompts of a call; a list's bad prompts are answered at once with an error completion."""
@@ -329,7 +329,7 @@ class _Run:
 
     def results(self, deltas: list[Delta]) -> Result | list[Result]:
         """Arrange the completions as the prompts were given."""
-        found = {(d.prompt_index, d.index): d.completion for d in deltas if d.completion is not None}
+        found = {(d.prompt_index, d.choice): d.completion for d in deltas if d.completion is not None}
         listed: list[Result] = []
         for i, n in enumerate(self.counts):
             choices = [found[i, choice] for choice in range(n)]

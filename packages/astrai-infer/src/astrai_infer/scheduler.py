@@ -251,6 +251,6 @@ class InferenceScheduler:
 def _collect_into(slots: list[Completion | None]) -> Callable[[Delta], None]:
     def on_delta(delta: Delta) -> None:
         if delta.completion is not None:
-            slots[delta.index] = delta.completion
+            slots[delta.choice] = delta.completion
 
     return on_delta

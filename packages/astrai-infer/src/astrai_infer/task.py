@@ -19,7 +19,7 @@ class Delta(str):
     ----------
     token_ids
         The tokens that are new since the last delta.
-    prompt_index, index
+    prompt_index, choice
         Which prompt of the call, and which of its n choices.
     completion
         The whole answer, with the last delta of a choice; None before.
@@ -27,7 +27,7 @@ class Delta(str):
 
     token_ids: tuple[int, ...]
     prompt_index: int
-    index: int
+    choice: int
     completion: Completion | None
 
     @classmethod
@@ -35,13 +35,13 @@ class Delta(str):
         cls,
         text: str,
         token_ids: tuple[int, ...],
-        index: int,
+        choice: int,
         completion: Completion | None = None,
         prompt_index: int = 0,
     ) -> Delta:
         """Build a delta."""
         delta = cls(text)
-        delta.token_ids, delta.index, delta.prompt_index = token_ids, index, prompt_index
+        delta.token_ids, delta.choice, delta.prompt_index = token_ids, choice, prompt_index
         delta.completion = completion
         return delta
 

@@ -46,7 +46,7 @@ class BaseConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data; fields that JSON cannot hold are left out."""
-        plain = dataclasses.asdict(self)  # type: ignore[call-overload]  # every subclass is a dataclass
+        plain = dataclasses.asdict(self)
         return {key: value for key, value in plain.items() if _is_json(value)}
 
 

@@ -24,19 +24,19 @@ class RopeParameters(BaseConfig):
 
     rope_type: Literal["default", "linear", "yarn", "llama3"] = "default"
     """How frequencies are scaled: not, by position interpolation, by YaRN (arXiv 2309.00071), or as Llama 3.1 does."""
-    rope_theta: float = Field(10000.0, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the geometric series of frequencies."""
-    partial_rotary_factor: float = Field(1.0, gt=0, le=1)
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
     """Share of each head that is rotated."""
-    factor: float | None = Field(None, ge=1)
+    factor: float | None = Field(default=None, ge=1)
     """Ratio of the extended context to the original one."""
-    original_max_position_embeddings: int | None = Field(None, gt=0)
+    original_max_position_embeddings: int | None = Field(default=None, gt=0)
     """Context length of pre-training, in tokens."""
-    attention_factor: float | None = Field(None, gt=0)
+    attention_factor: float | None = Field(default=None, gt=0)
     """YaRN: scale of cos and sin; None derives it from the factor."""
-    beta_fast: float | None = Field(None, gt=0)
+    beta_fast: float | None = Field(default=None, gt=0)
     """YaRN: rotations above which a dimension is extrapolated (32 if None)."""
-    beta_slow: float | None = Field(None, gt=0)
+    beta_slow: float | None = Field(default=None, gt=0)
     """YaRN: rotations below which a dimension is interpolated (1 if None)."""
     mscale: float | None = None
     """YaRN: numerator weight of the derived attention factor."""
@@ -44,9 +44,9 @@ class RopeParameters(BaseConfig):
     """YaRN: denominator weight of the derived attention factor."""
     truncate: bool = True
     """YaRN: round the correction range to whole dimensions."""
-    low_freq_factor: float | None = Field(None, gt=0)
+    low_freq_factor: float | None = Field(default=None, gt=0)
     """Llama 3: wavelengths above original context / low_freq_factor are scaled."""
-    high_freq_factor: float | None = Field(None, gt=0)
+    high_freq_factor: float | None = Field(default=None, gt=0)
     """Llama 3: wavelengths below original context / high_freq_factor are kept."""
 
     @model_validator(mode="after")
@@ -90,11 +90,11 @@ class ModelConfig(BaseConfig):
     """Width of one head; even."""
     hidden_act: Literal["silu", "swish"] = "silu"
     """Activation of the gate."""
-    max_position_embeddings: int = Field(2048, gt=0)
+    max_position_embeddings: int = Field(default=2048, gt=0)
     """Context length in tokens."""
-    rms_norm_eps: float = Field(1e-6, gt=0)
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
     """Added to the mean square before the root."""
-    initializer_range: float = Field(0.02, ge=0)
+    initializer_range: float = Field(default=0.02, ge=0)
     """Standard deviation of freshly initialised weights."""
     tie_word_embeddings: bool = False
     """The output projection is the embedding itself."""
@@ -106,7 +106,7 @@ class ModelConfig(BaseConfig):
     """The feed-forward projections carry a bias."""
     qk_norm: bool = False
     """RMSNorm over each head of q and k before the rotary embedding."""
-    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of attention weights in training."""
     rope_parameters: RopeParameters = RopeParameters()
     """Rotary embedding."""
@@ -114,7 +114,7 @@ class ModelConfig(BaseConfig):
     """Rotate neighbouring pairs (2i, 2i+1) instead of halves (i, i + rotary_dim/2)."""
     rope_layers: tuple[bool, ...] = Field(default_factory=lambda data: (True,) * data["num_hidden_layers"])
     """Which layers use the rotary embedding."""
-    sliding_window: int | None = Field(None, gt=0)
+    sliding_window: int | None = Field(default=None, gt=0)
     """Tokens that a sliding layer sees, its own included."""
     layer_types: tuple[LayerType, ...] = Field(
         default_factory=lambda data: ("full_attention",) * data["num_hidden_layers"]

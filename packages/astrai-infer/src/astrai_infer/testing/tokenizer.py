@@ -10,13 +10,15 @@ from astrai_core.tokenizer.tokenizer import Tokenizer
 
 EOS_ID = 256
 VOCAB_SIZE = 257
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def byte_tokenizer() -> Tokenizer:
     """Return a tokenizer with ids 0..255 for the bytes and :data:`EOS_ID` for the special token ``<eos>``."""
-    vocab = {char: byte for char, byte in BYTE_OF_CHAR.items()}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=dict(BYTE_OF_CHAR), merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     return Tokenizer(backend, config={"eos_token": "<eos>"}, chat_template=ChatTemplate({"default": TEMPLATE}))

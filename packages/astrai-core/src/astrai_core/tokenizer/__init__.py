@@ -1,0 +1,7 @@
+"""Tokenizer, chat templates and streaming detokenisation."""
+
+from astrai_core.tokenizer.chat_template import ChatTemplate
+from astrai_core.tokenizer.stream_decoder import StreamDecoder
+from astrai_core.tokenizer.tokenizer import AutoTokenizer, Tokenizer
+
+__all__ = ["AutoTokenizer", "ChatTemplate", "StreamDecoder", "Tokenizer"]
