@@ -1,4 +1,4 @@
-"""The engine against a naive full forward: rows S1-S3, S9, and inference rules 1-3, 5-7, 10, 11, 13-16."""
+"""The engine against a full forward without a cache: rows S1-S3, S9, and inference rules 1-3, 5-7, 10, 11, 13-16."""
 
 from __future__ import annotations
 
@@ -35,12 +35,15 @@ def scripted(text: str, **config) -> InferenceEngine:
 
 
 @torch.no_grad()
-def naive(model, prompt: list[int], n: int) -> tuple[int, ...]:
-    """Greedy decoding by recomputing everything for every token."""
-    ids = list(prompt)
-    for _ in range(n):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return tuple(ids[len(prompt) :])
+def verified(model, prompts: list[list[int]], n: int) -> list[tuple[int, ...]]:
+    """Greedy completions of one request at a time, each token checked against a full forward without a cache."""
+    params = SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+    with engine(model, max_num_seqs=1, prefix_cache=False) as alone:
+        outputs = [alone.generate(prompt, params).token_ids for prompt in prompts]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = model(torch.tensor([[*prompt, *output]])).logits[0]
+        assert tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist()) == output
+    return outputs
 
 
 FAMILIES = {
@@ -54,21 +57,20 @@ FAMILIES = {
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request):
     model = tiny_model(**FAMILIES[request.param])
-    return model, [naive(model, prompt, 24) for prompt in PROMPTS]
+    return model, verified(model, PROMPTS, 24)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {"max_num_seqs": 1},
         {"max_num_seqs": 8},
         {"max_num_seqs": 8, "max_batch_tokens": 9},
         {"max_num_seqs": 3, "max_batch_tokens": 64, "page_size": 1},
         {"max_num_seqs": 8, "max_batch_tokens": 33, "n_pages": 8},
     ],
-    ids=["alone", "batched", "chunked", "page1", "preempted"],
+    ids=["batched", "chunked", "page1", "preempted"],
 )
-def test_greedy_equals_naive_decoding(case, config):
+def test_greedy_depends_on_the_prompt_alone(case, config):
     """Rule 1, rows S2 and S3: not batch mates, chunks, page size nor preemption change a token."""
     model, expected = case
     with engine(model, **config) as subject:
@@ -76,6 +78,21 @@ def test_greedy_equals_naive_decoding(case, config):
         assert [result.token_ids for result in results] == expected
         assert all(result.finish_reason == "length" for result in results)
         assert subject.pool.allocator.n_used == 0, "every page came back"
+
+
+def test_prefix_cache_changes_no_output(case):
+    """Rules 1 and 8: a warm cache gives the same tokens, counts what it found, and recomputes the last token."""
+    model, expected = case
+    with engine(model) as subject:
+        for round_number in range(2):
+            results = subject.generate(PROMPTS, GREEDY)
+            assert [result.token_ids for result in results] == expected
+            found = [result.usage.cached_tokens for result in results]
+            assert found == ([0] * 8 if round_number == 0 else [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS])
+        longer = [*PROMPTS[5], *expected[5]]
+        assert subject.generate(longer, GREEDY).usage.cached_tokens == (len(longer) - 1) // 16 * 16
+    with engine(model, prefix_cache=False) as subject:
+        assert [subject.generate(PROMPTS[7], GREEDY).usage.cached_tokens for _ in range(2)] == [0, 0]
 
 
 def test_preemption_did_happen():
@@ -313,7 +330,7 @@ def test_asyncio():
     model = tiny_model()
     with engine(model) as subject:
         results, streamed, listed = asyncio.run(main(subject))
-    assert [result.token_ids for result in results] == [naive(model, prompt, 24) for prompt in PROMPTS]
+    assert [result.token_ids for result in results] == verified(model, PROMPTS, 24)
     assert "".join(streamed) == results[1].text
     assert [result.text for result in listed] == [result.text for result in results]
 

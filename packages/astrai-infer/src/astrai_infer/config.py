@@ -23,6 +23,8 @@ class EngineConfig(BaseConfig):
     """Requests that may wait; one more is refused."""
     page_size: Literal[1, 8, 16, 32, 64] = 16
     """Tokens per page of the KV cache."""
+    prefix_cache: bool = True
+    """Keep keys and values of finished requests and reuse them for prompts that begin alike."""
     kv_cache_bytes: int | None = Field(default=None, gt=0)
     """Memory of the KV cache; None sizes it from ``memory_fraction`` and what the limits above can use."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)

@@ -66,7 +66,13 @@ class InferenceEngine:
         plan = plan_cache(model, self.config)
         self.max_seq_len = plan.max_seq_len
         self.pool = PagePool(
-            plan.spec, plan.n_pages, self.config.page_size, self.config.max_num_seqs, plan.max_seq_len, model.device
+            plan.spec,
+            plan.n_pages,
+            self.config.page_size,
+            self.config.max_num_seqs,
+            plan.max_seq_len,
+            model.device,
+            prefix_cache=self.config.prefix_cache,
         )
         backend = resolve_backend(self.config.backend, model.device, model.config.head_dim)
         executor = Executor(model, self.pool, backend, self.config.max_num_seqs)

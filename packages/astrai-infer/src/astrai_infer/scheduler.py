@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from astrai_core.errors import EngineError, RequestError
@@ -25,8 +25,8 @@ class Pool(Protocol):
 
     @property
     def capacity(self) -> int: ...
-    def can_admit(self, n_tokens: int) -> bool: ...
-    def acquire_row(self) -> int: ...
+    def admit(self, token_ids: Sequence[int], namespace: Hashable, *, match: bool) -> tuple[int, int] | None: ...
+    def record(self, row: int, token_ids: Sequence[int], computed_len: int) -> None: ...
     def extend(self, row: int, n_tokens: int) -> bool: ...
     def release(self, row: int) -> None: ...
 
@@ -61,6 +61,7 @@ class InferenceScheduler:
         self.waiting = TaskQueue(config.max_waiting)
         self.running: list[Task] = []
         self.n_steps = 0
+        self.weight_version = 0
         self.work = threading.Condition()
         """Guards the inbox below; notified when something arrives. Never held during a step."""
         self._arrived: list[Task] = []
@@ -183,20 +184,32 @@ class InferenceScheduler:
             if task.status == "running" and n_tokens and self._make_room(task, n_tokens):
                 batch.items.append(BatchItem(task, task.computed_len, n_tokens))
                 budget -= n_tokens
-        while budget and (head := self.waiting.peek()) is not None and self.pool.can_admit(head.remaining_len):
-            task = self.waiting.pop()
-            task.row = self.pool.acquire_row()
-            task.status = "running"
-            self.executor.admit(task)
-            self.running.append(task)
+        while budget and (task := self.waiting.peek()) is not None and self._admit(task):
+            assert task.row is not None, "an admitted task has a row"
             n_tokens = min(task.remaining_len, budget)
             extended = self.pool.extend(task.row, n_tokens)
-            assert extended, "can_admit promised room for the whole prompt"
-            batch.items.append(BatchItem(task, 0, n_tokens))
+            assert extended, "admit promised room for everything the task has"
+            batch.items.append(BatchItem(task, task.computed_len, n_tokens))
             budget -= n_tokens
         batch.items = [item for item in batch.items if item.task.status == "running"]
         batch.items.sort(key=lambda item: item.n_tokens > 1)
         return batch
+
+    def _admit(self, task: Task) -> bool:
+        """Move the first waiting task to the running ones if there is room for all it has."""
+        admission = self.pool.admit(
+            task.token_ids, (self.weight_version, None), match=task.params.prompt_logprobs is None
+        )
+        if admission is None:
+            return False
+        self.waiting.pop()
+        task.row, task.computed_len = admission
+        if task.n_preemptions == 0:
+            task.cached_len = task.computed_len
+        task.status = "running"
+        self.executor.admit(task)
+        self.running.append(task)
+        return True
 
     def _make_room(self, task: Task, n_tokens: int) -> bool:
         """Extend a running task, preempting those served after it; return False if the task itself had to go."""
@@ -233,6 +246,8 @@ class InferenceScheduler:
             task.prompt_logprobs.extend(result.prompt_logprobs.get(i, ()))
             samples = item.samples
             task.computed_len = item.start + item.n_tokens
+            if task.row is not None:
+                self.pool.record(task.row, task.token_ids, task.computed_len)
             if samples:
                 task.append(result.token_ids[sampled], result.logprobs[sampled])
                 sampled += 1

@@ -94,6 +94,7 @@ class Task:
         self.status: Status = "waiting"
         self.row: int | None = None
         self.computed_len = 0
+        self.cached_len = 0
         self.token_ids = list(prompt_ids)
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
@@ -172,7 +173,9 @@ class Task:
             text=self.text.text,
             token_ids=tuple(self.output_ids),
             finish_reason=reason,
-            usage=Usage(prompt_tokens=len(self.prompt_ids), completion_tokens=self.output_len),
+            usage=Usage(
+                prompt_tokens=len(self.prompt_ids), completion_tokens=self.output_len, cached_tokens=self.cached_len
+            ),
             logprobs=None if params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if params.prompt_logprobs is None else tuple(self.prompt_logprobs),
             index=self.index,

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from astrai_core.attention.metadata import AttentionMetadata, KVCache
 from astrai_infer.cache.allocator import PageAllocator
+from astrai_infer.cache.prefix import PrefixIndex
 from astrai_infer.cache.storage import KVSpec, KVStorage, ReqToTokenPool
 
 SCRATCH_PAGES = 1
 """Page 0 belongs to nobody: padded rows of a captured step write there."""
+
+
+@dataclass
+class _Row:
+    """A live request's place in the pool."""
+
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+    n_indexed: int = 0
+    """Leading pages that the prefix index has seen."""
+    parent: Hashable = None
+    """Under which the index files the next page."""
 
 
 class PagePool:
@@ -22,20 +36,30 @@ class PagePool:
     ----------
     n_pages
         Pages that requests can own.
+    prefix_cache
+        Keep the pages of finished requests, to be found by the tokens they hold.
     """
 
     def __init__(
-        self, spec: KVSpec, n_pages: int, page_size: int, n_rows: int, max_seq_len: int, device: torch.device
+        self,
+        spec: KVSpec,
+        n_pages: int,
+        page_size: int,
+        n_rows: int,
+        max_seq_len: int,
+        device: torch.device,
+        *,
+        prefix_cache: bool = True,
     ) -> None:
         self.page_size = page_size
         self.max_seq_len = max_seq_len
-        self.allocator = PageAllocator(n_pages, first=SCRATCH_PAGES)
+        self.prefix = PrefixIndex(page_size) if prefix_cache else None
+        self.allocator = PageAllocator(n_pages, SCRATCH_PAGES, self._forget)
         self.storage = KVStorage(spec, (n_pages + SCRATCH_PAGES) * page_size, device)
         self.req_to_token = ReqToTokenPool(n_rows, max_seq_len, device)
         self.device = device
         self._free_rows = list(range(n_rows - 1, -1, -1))
-        self._pages: list[list[int]] = [[] for _ in range(n_rows)]
-        self._lengths = [0] * n_rows
+        self._rows: dict[int, _Row] = {}
 
     @property
     def capacity(self) -> int:
@@ -46,39 +70,85 @@ class PagePool:
         """Pages that `n_tokens` of one request occupy."""
         return -(-n_tokens // self.page_size)
 
-    def can_admit(self, n_tokens: int) -> bool:
-        """Whether a row and the pages for `n_tokens` are free."""
-        return bool(self._free_rows) and self.allocator.can_alloc(self.pages_for(n_tokens))
-
-    def acquire_row(self) -> int:
-        """Take a free row; ask :meth:`can_admit` first."""
-        return self._free_rows.pop()
-
     def length(self, row: int) -> int:
         """Tokens of the request in `row` that have slots."""
-        return self._lengths[row]
+        return self._rows[row].length
+
+    def admit(self, token_ids: Sequence[int], namespace: Hashable, *, match: bool = True) -> tuple[int, int] | None:
+        """Take a row for a request if it and the pages for all of `token_ids` are there.
+
+        Parameters
+        ----------
+        token_ids
+            Everything the request has so far.
+        namespace
+            (weight version, adapter) under which its keys and values are computed.
+        match
+            Look for its prefix among the pages that are kept.
+
+        Returns
+        -------
+        (row, tokens found in the prefix cache), or None if there is no room.
+        """
+        if not self._free_rows:
+            return None
+        found: list[int] = []
+        parent = namespace
+        if match and self.prefix is not None:
+            found, parent = self.prefix.match(namespace, token_ids)
+        revived = sum(self.allocator.is_cached(page) for page in found)
+        if self.pages_for(len(token_ids)) - len(found) > self.allocator.n_available - revived:
+            return None
+        for page in found:
+            self.allocator.share(page)
+        row = self._free_rows.pop()
+        self._rows[row] = _Row(found, len(found) * self.page_size, len(found), parent)
+        self._write_table(row, 0, found)
+        return row, len(found) * self.page_size
 
     def extend(self, row: int, n_tokens: int) -> bool:
         """Give the request in `row` slots for its next `n_tokens`; return False, unchanged, if there is no room."""
-        length, pages = self._lengths[row], self._pages[row]
-        missing = self.pages_for(length + n_tokens) - len(pages)
+        state = self._rows[row]
+        missing = self.pages_for(state.length + n_tokens) - len(state.pages)
         if missing > 0:
             new = self.allocator.alloc(missing)
             if new is None:
                 return False
-            start_pos = len(pages) * self.page_size
-            pages.extend(new)
-            locs = (np.array(new, dtype=np.int32)[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
-            self.req_to_token.write(row, start_pos, locs[: self.max_seq_len - start_pos].astype(np.int32))
-        self._lengths[row] = length + n_tokens
+            self._write_table(row, len(state.pages), new)
+            state.pages.extend(new)
+        state.length += n_tokens
         return True
 
+    def record(self, row: int, token_ids: Sequence[int], computed_len: int) -> None:
+        """Index the pages that are full now that keys and values of `computed_len` tokens are written."""
+        if self.prefix is None:
+            return
+        state, size = self._rows[row], self.page_size
+        while (state.n_indexed + 1) * size <= computed_len:
+            i = state.n_indexed
+            state.parent = self.prefix.insert(state.parent, token_ids[i * size : (i + 1) * size], state.pages[i])
+            state.n_indexed += 1
+
     def release(self, row: int) -> None:
-        """Give the row and its pages back."""
-        self.allocator.free(self._pages[row])
-        self._pages[row] = []
-        self._lengths[row] = 0
+        """Give the row and its pages back; indexed pages stay cached until their place is needed."""
+        pages = self._rows.pop(row).pages
+        prefix = self.prefix
+        self.allocator.release(reversed(pages), keep=lambda page: prefix is not None and page in prefix)
         self._free_rows.append(row)
+
+    def clear_prefix_cache(self) -> None:
+        """Forget all pages that nobody uses."""
+        self.allocator.drop_cached()
+
+    def _forget(self, page: int) -> None:
+        assert self.prefix is not None, "only indexed pages are cached"
+        self.prefix.remove(page)
+
+    def _write_table(self, row: int, n_before: int, pages: list[int]) -> None:
+        start_pos = n_before * self.page_size
+        first_locs = np.array(pages, dtype=np.int32)[:, None] * np.int32(self.page_size)
+        locs = (first_locs + np.arange(self.page_size, dtype=np.int32)).reshape(-1)
+        self.req_to_token.write(row, start_pos, locs[: self.max_seq_len - start_pos])
 
     def bind_tasks(self, rows: Sequence[int], q_lens: Sequence[int]) -> KVCache:
         """Build the view of one step; call :meth:`extend` for each row first.
@@ -90,7 +160,7 @@ class PagePool:
         q_lens
             New tokens of each; they are the last of the row's length.
         """
-        lens = [self._lengths[row] for row in rows]
+        lens = [self._rows[row].length for row in rows]
         host = self.req_to_token.host
         out_loc = np.concatenate([host[row, n - q : n] for row, n, q in zip(rows, lens, q_lens, strict=True)])
         kv_indptr = np.zeros(len(rows) + 1, dtype=np.int32)
