@@ -205,12 +205,12 @@ def test_runs_until_the_context_is_full():
         assert (result.finish_reason, result.usage.total_tokens) == ("length", 32)
 
 
-def test_outgrowing_the_pool_alone_ends_with_length():
+def test_outgrowing_the_pool_ends_with_length():
     """Rule 6."""
     with scripted("x" * 300, max_num_seqs=2, n_pages=3) as subject:
         results = subject.generate([[0] * 5, [0] * 7], SamplingParams(temperature=0.0))
         assert [result.finish_reason for result in results] == ["length", "length"]
-        assert [result.usage.total_tokens for result in results] == [49, 49]
+        assert [result.usage.total_tokens for result in results] == [48, 48]
         assert subject.pool.allocator.n_used == 0
 
 
@@ -218,6 +218,8 @@ def test_outgrowing_the_pool_alone_ends_with_length():
     ("prompt", "params", "message"),
     [
         ("", {}, "the prompt is empty"),
+        ([0.5], {}, "a prompt is text, a list of messages or a list of token ids"),
+        ({"role": "user"}, {}, "a prompt is text"),
         ([999], {}, "prompt: token id 999 is outside the vocabulary of 257"),
         ([1] * 256, {}, "prompt has 256 tokens, max_seq_len is 256"),
         ([1], {"logit_bias": {300: 1.0}}, "logit_bias: token id 300"),
@@ -232,7 +234,7 @@ def test_a_bad_request_is_refused_alone(prompt, params, message):
     with scripted("ok") as subject:
         with pytest.raises((RequestError, ChatTemplateError), match=message):
             subject.generate(prompt, bad)
-        if not (isinstance(prompt, list) and isinstance(prompt[0], dict)):
+        if not isinstance(prompt, dict) and not (isinstance(prompt, list) and isinstance(prompt[0], dict)):
             first, second = subject.generate([prompt, [0]], [bad, good])
             assert first.finish_reason == "error"
             assert second.text == "ok"

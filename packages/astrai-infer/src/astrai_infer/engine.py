@@ -7,33 +7,30 @@ import itertools
 import queue
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, cast
 
 import torch
 
 from astrai_core.attention.backend import resolve_backend
 from astrai_core.auto import load_model
+from astrai_core.checkpoint.hf_adapter import load_tensors
 from astrai_core.checkpoint.source import open_source
-from astrai_core.errors import AstraiError, EngineError, RequestError
+from astrai_core.errors import AstraiError, ConfigError, EngineError, RequestError
 from astrai_core.model.transformer import CausalLM
 from astrai_core.tokenizer.tokenizer import Tokenizer
-from astrai_core.types import MAX_SEED, Completion, Request, SamplingParams, Usage
+from astrai_core.types import MAX_SEED, Request, SamplingParams
 from astrai_infer.cache.pool import PagePool
 from astrai_infer.cache.sizing import plan_cache
+from astrai_infer.call import Call, Message, Prompt, Result, is_conversation, is_list_of_prompts, params_for, refusal
 from astrai_infer.config import EngineConfig
 from astrai_infer.runtime.executor import Executor
 from astrai_infer.scheduler import InferenceScheduler
 from astrai_infer.task import Delta, Task
 from astrai_infer.text.detokenize import TextStream
-
-Message: TypeAlias = Mapping[str, Any]
-Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
-"""Plain text, a conversation (its template is applied), or token ids."""
-Result: TypeAlias = Completion | list[Completion]
-"""One completion, or the n choices of a prompt with ``n > 1``."""
 
 
 class InferenceEngine:
@@ -81,6 +78,7 @@ class InferenceEngine:
         self._seeds = random.Random(self.config.seed)
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._weights_whole = True
 
     @classmethod
     def from_pretrained(
@@ -139,9 +137,9 @@ class InferenceEngine:
             If the engine failed.
         """
         inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        run = self._start(prompts, params, inbox.put)
-        deltas = self._drain(run, inbox)
-        return deltas if stream else run.results(list(deltas))
+        call = self._start(prompts, params, inbox.put)
+        deltas = self._drain(call, inbox)
+        return deltas if stream else call.results(list(deltas))
 
     def generate_async(
         self,
@@ -157,6 +155,51 @@ class InferenceEngine:
     def abort(self, request_id: str) -> None:
         """End a request before the next step; its choices finish with reason "abort"."""
         self.scheduler.abort(request_id)
+
+    def pause(self) -> None:
+        """Run no further step until :meth:`resume`; live requests keep their place, new ones queue up."""
+        self.scheduler.pause()
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause` or :meth:`sleep`; the KV cache's memory is taken again."""
+        if self.pool.storage.k_buffer.shape[1] == 0:
+            self.pool.storage.allocate()
+        self.scheduler.resume()
+
+    def sleep(self) -> None:
+        """Pause and give the KV cache's memory back; live requests are recomputed after :meth:`resume`."""
+        self.pause()
+        with self.scheduler.between_steps(recompute=True):
+            self.pool.storage.free()
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copy new weights over the old ones, which keep their addresses.
+
+        Running requests keep their tokens and recompute their keys and values with the new weights; the prefix cache
+        is emptied; completions report `version` as their ``weight_version``.
+
+        Parameters
+        ----------
+        tensors
+            (Hugging Face name, tensor) for every weight of the model, in any order, dtype and device.
+        version
+            Larger than the last one.
+
+        Raises
+        ------
+        ConfigError
+            If `version` does not rise.
+        CheckpointError
+            If a tensor is missing, unknown or misshapen. The weights are then a mixture: the engine refuses requests
+            until an update succeeds.
+        """
+        if version <= self.scheduler.weight_version:
+            raise ConfigError(f"version is {version}, it must be larger than {self.scheduler.weight_version}")
+        with self.scheduler.between_steps(recompute=True):
+            self._weights_whole = False
+            load_tensors(self.model, tensors, "update_weights")
+            self.scheduler.weight_version = version
+            self._weights_whole = True
 
     def close(self) -> None:
         """Stop the background thread and end what is still running with an error. Idempotent."""
@@ -187,25 +230,29 @@ class InferenceEngine:
         """
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt) if prompt else []
-        elif _is_conversation(prompt):
+        elif is_conversation(prompt):
             ids = self.tokenizer.apply_chat_template(list(cast("Sequence[Message]", prompt)))
+        elif isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt):
+            ids = [int(token) for token in cast("Sequence[int]", prompt)]
         else:
-            ids = list(cast("Sequence[int]", prompt))
+            raise RequestError(f"a prompt is text, a list of messages or a list of token ids, not {prompt!r:.60}")
         if not ids:
             raise RequestError("the prompt is empty; give at least one token")
         return ids
 
-    def _start(self, prompts: Any, params: Any, deliver: Callable[[Delta], None]) -> _Run:
+    def _start(self, prompts: Any, params: Any, deliver: Callable[[Delta], None]) -> Call:
         """Queue all prompts of a call; a list's bad prompts are answered at once with an error completion."""
         if self._closed:
             raise EngineError("the engine is closed; create a new one")
-        single = not _is_list_of_prompts(prompts)
+        if not self._weights_whole:
+            raise EngineError("the last update_weights failed half way; update the weights again")
+        single = not is_list_of_prompts(prompts)
         listed: list[Prompt] = [prompts] if single else list(prompts)
-        each = _params_for(params, len(listed))
-        run = _Run(single, [p.n for p in each])
+        each = params_for(params, len(listed))
+        call = Call(single, [p.n for p in each])
         for i, (prompt, sampling) in enumerate(zip(listed, each, strict=True)):
             request_id = f"req-{next(self._request_numbers)}"
-            run.request_ids.append(request_id)
+            call.request_ids.append(request_id)
             try:
                 request = Request(prompt_token_ids=tuple(self.encode(prompt)), params=sampling, request_id=request_id)
                 self.scheduler.submit(self._make_tasks(request, deliver, prompt_index=i))
@@ -213,39 +260,40 @@ class InferenceEngine:
                 if single:
                     raise
                 for choice in range(sampling.n):
-                    deliver(_refusal(str(error), request_id, choice, i))
+                    deliver(refusal(str(error), request_id, choice, i))
         self._ensure_running()
-        return run
+        return call
 
-    def _drain(self, run: _Run, inbox: queue.SimpleQueue[Delta]) -> Iterator[Delta]:
+    def _drain(self, call: Call, inbox: queue.SimpleQueue[Delta]) -> Iterator[Delta]:
         try:
-            while run.n_open:
-                yield run.take(inbox.get())
+            while call.n_open:
+                yield call.take(inbox.get())
         finally:
-            self._abandon(run)
+            self._abandon(call)
 
     async def _stream_async(self, prompts: Any, params: Any) -> AsyncIterator[Delta]:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[Delta] = asyncio.Queue()
 
         def deliver(delta: Delta) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, delta)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(inbox.put_nowait, delta)
 
-        run = await asyncio.to_thread(self._start, prompts, params, deliver)
+        call = await asyncio.to_thread(self._start, prompts, params, deliver)
         try:
-            while run.n_open:
-                yield run.take(await inbox.get())
+            while call.n_open:
+                yield call.take(await inbox.get())
         finally:
-            self._abandon(run)
+            self._abandon(call)
 
     async def _collect_async(self, prompts: Any, params: Any) -> Result | list[Result]:
-        each = _params_for(params, len(prompts) if _is_list_of_prompts(prompts) else 1)
-        shape = _Run(not _is_list_of_prompts(prompts), [p.n for p in each])
+        each = params_for(params, len(prompts) if is_list_of_prompts(prompts) else 1)
+        shape = Call(not is_list_of_prompts(prompts), [p.n for p in each])
         return shape.results([delta async for delta in self._stream_async(prompts, params)])
 
-    def _abandon(self, run: _Run) -> None:
-        if run.n_open:
-            for request_id in run.request_ids:
+    def _abandon(self, call: Call) -> None:
+        if call.n_open:
+            for request_id in call.request_ids:
                 self.scheduler.abort(request_id)
 
     def _make_tasks(self, request: Request, on_delta: Callable[[Delta], None], prompt_index: int = 0) -> list[Task]:
@@ -264,7 +312,7 @@ class InferenceEngine:
                 prompt,
                 params,
                 seed=self._seed(params.seed, index),
-                max_total_len=self.max_seq_len,
+                max_total_len=min(self.max_seq_len, self.pool.capacity),
                 stop_ids=eos | frozenset(params.stop_token_ids),
                 text=TextStream(self.tokenizer, params),
                 on_delta=on_delta,
@@ -314,66 +362,6 @@ class InferenceEngine:
             self._closed = True
             scheduler.fail_all(f"the engine stopped: {type(error).__name__}: {error}")
             raise
-
-
-class _Run:
-    """One call: how many prompts and choices it has, and which are still open."""
-
-    def __init__(self, single: bool, counts: list[int]) -> None:
-        self.single = single
-        self.counts = counts
-        self.n_open = sum(counts)
-        self.request_ids: list[str] = []
-
-    def take(self, delta: Delta) -> Delta:
-        """Note a delta; the failure of a single prompt raises."""
-        if delta.completion is not None:
-            self.n_open -= 1
-            if self.single and delta.completion.error is not None:
-                raise EngineError(delta.completion.error)
-        return delta
-
-    def results(self, deltas: list[Delta]) -> Result | list[Result]:
-        """Arrange the completions as the prompts were given."""
-        found = {(d.prompt_index, d.choice): d.completion for d in deltas if d.completion is not None}
-        listed: list[Result] = []
-        for i, n in enumerate(self.counts):
-            choices = [found[i, choice] for choice in range(n)]
-            listed.append(choices[0] if n == 1 else choices)
-        return listed[0] if self.single else listed
-
-
-def _is_conversation(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def _is_list_of_prompts(prompts: Any) -> bool:
-    """A list of texts, conversations or id lists; a conversation or one list of ids is a single prompt."""
-    if isinstance(prompts, str) or _is_conversation(prompts):
-        return False
-    return isinstance(prompts, Sequence) and len(prompts) > 0 and not isinstance(prompts[0], int)
-
-
-def _params_for(params: Any, n_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * n_prompts
-    listed = list(params)
-    if len(listed) != n_prompts:
-        raise RequestError(f"{len(listed)} SamplingParams for {n_prompts} prompts; give one, or one for each")
-    return listed
-
-
-def _refusal(error: str, request_id: str, index: int, prompt_index: int) -> Delta:
-    completion = Completion(
-        text="",
-        token_ids=(),
-        finish_reason="error",
-        usage=Usage(prompt_tokens=0, completion_tokens=0),
-        index=index,
-        request_id=request_id,
-        error=error,
-    )
-    return Delta.of("", (), index, completion, prompt_index)
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:

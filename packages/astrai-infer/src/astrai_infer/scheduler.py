@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from astrai_core.errors import EngineError, RequestError
@@ -29,6 +30,7 @@ class Pool(Protocol):
     def record(self, row: int, token_ids: Sequence[int], computed_len: int) -> None: ...
     def extend(self, row: int, n_tokens: int) -> bool: ...
     def release(self, row: int) -> None: ...
+    def clear_prefix_cache(self) -> None: ...
 
 
 class StepRunner(Protocol):
@@ -62,6 +64,7 @@ class InferenceScheduler:
         self.running: list[Task] = []
         self.n_steps = 0
         self.weight_version = 0
+        self.paused = False
         self.work = threading.Condition()
         """Guards the inbox below; notified when something arrives. Never held during a step."""
         self._arrived: list[Task] = []
@@ -71,7 +74,7 @@ class InferenceScheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.running or len(self.waiting) or self._arrived or self._aborted)
+        return not self.paused and bool(self.running or len(self.waiting) or self._arrived or self._aborted)
 
     def submit(self, tasks: Sequence[Task]) -> None:
         """Queue tasks; any thread may call this.
@@ -94,6 +97,17 @@ class InferenceScheduler:
             self._arrived.extend(tasks)
             self.work.notify_all()
 
+    def pause(self) -> None:
+        """Run no further step until :meth:`resume`; requests keep their pages and new ones queue up."""
+        with self._stepping, self.work:
+            self.paused = True
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        with self.work:
+            self.paused = False
+            self.work.notify_all()
+
     def abort(self, request_id: str) -> None:
         """End all choices of a request before the next step; any thread may call this. Idempotent."""
         with self.work:
@@ -108,8 +122,10 @@ class InferenceScheduler:
         RequestError
             If one of them can never be served; nothing runs then.
         EngineError
-            If a step failed.
+            If the engine is paused, or a step failed.
         """
+        if self.paused:
+            raise EngineError("the engine is paused; resume it first")
         done: list[list[Completion | None]] = []
         tasks: list[Task] = []
         for request in requests:
@@ -118,7 +134,9 @@ class InferenceScheduler:
             tasks.extend(self._make_tasks(request, _collect_into(slots)))
         self.submit(tasks)
         while not all(completion is not None for slots in done for completion in slots):
-            self.step()
+            if not self.step():
+                with self.work:
+                    self.work.wait_for(lambda: not self.paused)
         completions = [completion for slots in done for completion in slots if completion is not None]
         for completion in completions:
             if completion.error is not None:
@@ -130,6 +148,23 @@ class InferenceScheduler:
         with self._stepping:
             return self._step()
 
+    @contextmanager
+    def between_steps(self, *, recompute: bool) -> Iterator[None]:
+        """Hold the next step back while the body runs.
+
+        Parameters
+        ----------
+        recompute
+            Send every running request back to the queue first and empty the prefix cache: no key or value computed so
+            far is used again. Tokens already sampled stay.
+        """
+        with self._stepping:
+            if recompute:
+                for task in sorted(self.running, key=lambda task: task.order, reverse=True):
+                    self._preempt(task)
+                self.pool.clear_prefix_cache()
+            yield
+
     def fail_all(self, error: str) -> None:
         """End everything with an error; no request waits for ever."""
         with self._stepping:
@@ -137,6 +172,8 @@ class InferenceScheduler:
             self._retire([*self.running, *self.waiting], error)
 
     def _step(self) -> bool:
+        if self.paused:
+            return False
         self._receive()
         batch = self._schedule()
         if not batch.items:
@@ -184,12 +221,11 @@ class InferenceScheduler:
             if task.status == "running" and n_tokens and self._make_room(task, n_tokens):
                 batch.items.append(BatchItem(task, task.computed_len, n_tokens))
                 budget -= n_tokens
-        while budget and (task := self.waiting.peek()) is not None and self._admit(task):
-            assert task.row is not None, "an admitted task has a row"
-            n_tokens = min(task.remaining_len, budget)
-            extended = self.pool.extend(task.row, n_tokens)
+        while budget and (head := self.waiting.peek()) is not None and self._admit(head):
+            n_tokens = min(head.remaining_len, budget)
+            extended = self._make_room(head, n_tokens)
             assert extended, "admit promised room for everything the task has"
-            batch.items.append(BatchItem(task, task.computed_len, n_tokens))
+            batch.items.append(BatchItem(head, head.computed_len, n_tokens))
             budget -= n_tokens
         batch.items = [item for item in batch.items if item.task.status == "running"]
         batch.items.sort(key=lambda item: item.n_tokens > 1)
@@ -207,6 +243,7 @@ class InferenceScheduler:
         if task.n_preemptions == 0:
             task.cached_len = task.computed_len
         task.status = "running"
+        task.weight_version = self.weight_version
         self.executor.admit(task)
         self.running.append(task)
         return True
@@ -216,11 +253,7 @@ class InferenceScheduler:
         assert task.row is not None, "a running task has a row"
         while not self.pool.extend(task.row, n_tokens):
             victim = max(self.running, key=lambda other: other.order)
-            if victim is task and len(self.running) == 1:
-                # Alone with the whole pool and still no room: it has outgrown the cache.
-                self._release(task)
-                task.finish("length")
-                return False
+            assert len(self.running) > 1, "one request alone fits: its total length is bounded by the pool's capacity"
             self._preempt(victim)
             if victim is task:
                 return False

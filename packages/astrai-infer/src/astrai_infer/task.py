@@ -95,6 +95,7 @@ class Task:
         self.row: int | None = None
         self.computed_len = 0
         self.cached_len = 0
+        self.weight_version = 0
         self.token_ids = list(prompt_ids)
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
@@ -181,6 +182,7 @@ class Task:
             index=self.index,
             request_id=self.request_id,
             stop_reason=stop_reason,
+            weight_version=self.weight_version,
             error=error,
         )
         self.on_delta(Delta.of(delta, new_ids, self.index, completion, self.prompt_index))

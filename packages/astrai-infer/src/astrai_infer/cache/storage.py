@@ -40,12 +40,27 @@ class KVStorage:
         ``[n_layers, size, n_kv_heads, head_dim]``; uninitialised: a slot is read only after it was written.
     """
 
+    k_buffer: Tensor
+    v_buffer: Tensor
+
     def __init__(self, spec: KVSpec, size: int, device: torch.device) -> None:
         self.spec = spec
         self.size = size
-        shape = (spec.n_layers, size, spec.n_kv_heads, spec.head_dim)
-        self.k_buffer = torch.empty(shape, dtype=spec.dtype, device=device)
-        self.v_buffer = torch.empty(shape, dtype=spec.dtype, device=device)
+        self.device = device
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory (again)."""
+        self._buffers(self.size)
+
+    def free(self) -> None:
+        """Give the memory back; nothing may be stored until :meth:`allocate`."""
+        self._buffers(0)
+
+    def _buffers(self, size: int) -> None:
+        shape = (self.spec.n_layers, size, self.spec.n_kv_heads, self.spec.head_dim)
+        self.k_buffer = torch.empty(shape, dtype=self.spec.dtype, device=self.device)
+        self.v_buffer = torch.empty(shape, dtype=self.spec.dtype, device=self.device)
 
 
 class ReqToTokenPool:
