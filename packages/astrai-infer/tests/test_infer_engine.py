@@ -218,7 +218,7 @@ def test_outgrowing_the_pool_ends_with_length():
     ("prompt", "params", "message"),
     [
         ("", {}, "the prompt is empty"),
-        ([0.5], {}, "a prompt is text, a list of messages or a list of token ids"),
+        ([1, 0.5], {}, "a prompt is text, a list of messages or a list of token ids"),
         ({"role": "user"}, {}, "a prompt is text"),
         ([999], {}, "prompt: token id 999 is outside the vocabulary of 257"),
         ([1] * 256, {}, "prompt has 256 tokens, max_seq_len is 256"),
