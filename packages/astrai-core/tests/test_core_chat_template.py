@@ -22,9 +22,9 @@ from astrai_core.tokenizer import ChatTemplate, Tokenizer
 transformers = pytest.importorskip("transformers")
 
 CHATML = """{% for message in messages %}
-{% if loop.first and message['role'] != 'system' %}
+    {% if loop.first and message['role'] != 'system' %}
 {{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}
-{% endif %}
+    {% endif %}
 {{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
 {% endfor %}
 {% if add_generation_prompt %}

@@ -73,7 +73,7 @@ class InferenceEngine:
         )
         backend = resolve_backend(self.config.backend, model.device, model.config.head_dim)
         executor = Executor(model, self.pool, backend, self.config.max_num_seqs)
-        self.scheduler = InferenceScheduler(self.config, self.pool, executor, self._make_tasks)
+        self.scheduler = InferenceScheduler(self.config, self.pool, executor, self.make_tasks)
         self._request_numbers = itertools.count(1)
         self._seeds = random.Random(self.config.seed)
         self._thread: threading.Thread | None = None
@@ -255,7 +255,7 @@ class InferenceEngine:
             call.request_ids.append(request_id)
             try:
                 request = Request(prompt_token_ids=tuple(self.encode(prompt)), params=sampling, request_id=request_id)
-                self.scheduler.submit(self._make_tasks(request, deliver, prompt_index=i))
+                self.scheduler.submit(self.make_tasks(request, deliver, prompt_index=i))
             except AstraiError as error:
                 if single:
                     raise
@@ -296,7 +296,7 @@ class InferenceEngine:
             for request_id in call.request_ids:
                 self.scheduler.abort(request_id)
 
-    def _make_tasks(self, request: Request, on_delta: Callable[[Delta], None], prompt_index: int = 0) -> list[Task]:
+    def make_tasks(self, request: Request, on_delta: Callable[[Delta], None], prompt_index: int = 0) -> list[Task]:
         """Check a request against the model and make a task for each of its n choices."""
         params, prompt = request.params, request.prompt_token_ids
         self._check_ids(prompt, params)

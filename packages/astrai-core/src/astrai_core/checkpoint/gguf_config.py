@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -76,13 +76,14 @@ def model_config(header: Header, rope_freqs: np.ndarray | None) -> dict[str, Any
         "num_hidden_layers": header.integer(f"{arch}.block_count"),
         "num_attention_heads": n_heads,
         "num_key_value_heads": header.integer(f"{arch}.attention.head_count_kv", n_heads),
-        "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": header.integer(f"{arch}.context_length"),
         "rms_norm_eps": header.number(f"{arch}.attention.layer_norm_rms_epsilon"),
         "rope_theta": header.number(f"{arch}.rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
     }
+    if arch != "qwen2" or head_dim * n_heads != hidden_size:
+        config["head_dim"] = head_dim
     if arch != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     if arch == "llama":
@@ -101,7 +102,7 @@ def model_config(header: Header, rope_freqs: np.ndarray | None) -> dict[str, Any
     return config
 
 
-def _unsupported(header: Header, what: str, remedy: str) -> None:
+def _unsupported(header: Header, what: str, remedy: str) -> NoReturn:
     raise CheckpointError(f"{header.path}: {what} is not supported in GGUF files; {remedy}")
 
 
@@ -154,12 +155,23 @@ def _rope_scaling(
     if rope_freqs is not None:
         if kind not in ("none", "llama3"):
             _unsupported(header, f"{ROPE_FREQS} together with rope.scaling.type {kind!r}", "use another model")
-        return llama3_scaling(header, rope_freqs.astype(np.float64), theta, head_dim)
+        if rope_freqs.shape != (head_dim // 2,):
+            raise CheckpointError(
+                f"{header.path}: tensor {ROPE_FREQS!r} has shape {list(rope_freqs.shape)}, not [{head_dim // 2}]; "
+                "convert the model again"
+            )
+        if (rope_freqs == 1).all():
+            return None
+        sane = theta > 0 and np.isfinite(rope_freqs).all() and (rope_freqs > 0).all()
+        scaling = llama3_scaling(rope_freqs.astype(np.float64), theta, head_dim) if sane else None
+        if scaling is None:
+            _unsupported(header, f"{ROPE_FREQS} that is no Llama 3 scaling", "use another model")
+        return scaling
     if kind == "none":
         return {"rope_type": "linear", "factor": legacy} if legacy != 1.0 else None
     if kind not in ("linear", "yarn"):
         _unsupported(header, f"rope.scaling.type {kind!r}", "use a model with linear, yarn or llama3 scaling")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": header.number(f"{prefix}.factor")}
+    scaling = {"rope_type": kind, "factor": header.number(f"{prefix}.factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = header.integer(f"{prefix}.original_context_length")
         for key, name in _YARN_EXTRAS.items():
@@ -174,51 +186,48 @@ def _llama3_divisors(x: np.ndarray, factor: float, high: float, original: float)
     return 1 / ((1 - smooth) / factor + smooth)
 
 
-def llama3_scaling(header: Header, divisors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any] | None:
+def llama3_scaling(divisors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any] | None:
     """Recover the parameters of Llama 3.1's rotary scaling from the per-frequency divisors that GGUF stores.
 
     Between the two plateaus 1/divisor is linear in the inverse wavelength. Only the ratios of the original context to
-    ``low_freq_factor`` and ``high_freq_factor`` matter, so the former is 1, as in every published model.
+    ``low_freq_factor`` and ``high_freq_factor`` matter, so the former is 1, as in every published model. Small heads
+    have less than two frequencies in between; any parameters with the same divisors serve then.
 
     Parameters
     ----------
     divisors
-        Float64 [head_dim / 2].
+        Float64 [head_dim / 2], not all 1.
 
     Returns
     -------
     dict or None
-        A ``rope_scaling`` that gives these divisors; None if they are all 1.
+        A ``rope_scaling`` that gives these divisors; None if there is none.
     """
-    if divisors.shape != (head_dim // 2,):
-        raise CheckpointError(
-            f"{header.path}: tensor {ROPE_FREQS!r} has shape {list(divisors.shape)}, not [{head_dim // 2}]; "
-            "convert the model again"
-        )
     x = theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
-    factor = float(str(np.float32(divisors.max())))
-    if factor == 1.0:
-        return None
-    between = (divisors > 1 + 1e-5) & (divisors < factor * (1 - 1e-5))
+    factor = float(f"{divisors.max():.6g}")
+    kept, scaled = divisors < 1 + 1e-5, divisors > factor * (1 - 1e-5)
+    between = ~(kept | scaled)
     smooth = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
-    high, original = 4.0, 8192.0
+    usual_highs = (4.0, 8.0, 2.0, 1.5, 1.1)
     if between.sum() >= 2:
         slope, intercept = np.polyfit(x[between], smooth, 1)
-        high, original = 1 - 1 / intercept, -slope / intercept
+        high = 1 - 1 / intercept
+        candidates = [(round(high, 2), -slope / intercept), (high, -slope / intercept)]
     elif between.sum() == 1:
-        original = float(((high - 1) * smooth[0] + 1) / x[between][0])
-    elif not np.allclose(_llama3_divisors(x, factor, high, original), divisors, rtol=1e-3):
-        kept, scaled = 1 / x[divisors == 1], 1 / x[divisors > 1]
-        original = math.sqrt(high * kept.max(initial=1) * scaled.min())
-    for rounded_high, rounded in ((round(high, 2), round(original)), (high, round(original))):
-        if rounded_high > 1 and np.allclose(_llama3_divisors(x, factor, rounded_high, rounded), divisors, rtol=1e-3):
+        candidates = [(high, ((high - 1) * smooth[0] + 1) / x[between][0]) for high in usual_highs]
+    else:
+        longest_kept, shortest_scaled = (1 / x[kept]).max(initial=1.0), (1 / x[scaled]).min()
+        candidates = [
+            (4.0, 8192.0),
+            *((high, math.sqrt(high * longest_kept * shortest_scaled)) for high in usual_highs),
+        ]
+    for high, original in candidates:
+        if high > 1 and np.allclose(_llama3_divisors(x, factor, high, round(original)), divisors, rtol=1e-3):
             return {
                 "rope_type": "llama3",
                 "factor": factor,
                 "low_freq_factor": 1.0,
-                "high_freq_factor": float(rounded_high),
-                "original_max_position_embeddings": int(rounded),
+                "high_freq_factor": float(high),
+                "original_max_position_embeddings": round(original),
             }
-    raise CheckpointError(
-        f"{header.path}: tensor {ROPE_FREQS!r} is no Llama 3 scaling, the only kind that is supported; use another file"
-    )
+    return None

@@ -10,7 +10,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -172,6 +172,8 @@ class Header:
         if not 1 <= n_dims <= _MAX_DIMS:
             self._fail(f"is damaged: tensor {name!r} has {n_dims} dimensions; {_AGAIN}")
         shape = tuple(reversed([self._scalar("Q") for _ in range(n_dims)]))
+        if 0 in shape:
+            self._fail(f"is damaged: tensor {name!r} has shape {list(shape)}; {_AGAIN}")
         return name, shape, self._scalar("I"), self._scalar("Q")
 
     def _typed(self, key: str, kind: type | tuple[type, ...], what: str, default: Any) -> Any:
@@ -201,8 +203,11 @@ class Header:
         return list(values)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number; CheckpointError if it is missing and has no default."""
-        return float(self._typed(key, (int, float), "a number", default))
+        """A finite number; CheckpointError if it is missing and has no default."""
+        value = float(self._typed(key, (int, float), "a number", default))
+        if not isfinite(value):
+            self._fail(f"key {key!r} is {value}; convert the model again")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         """A truth value."""

@@ -1,0 +1,84 @@
+"""Timing by CUDA-graph replay over buffers that L2 cannot hold, and tables of the results."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+SAMPLES = 21
+# Replays shorter than this are repeated within a sample, so that event resolution (0.5 us) does not show.
+SAMPLE_MICROSECONDS = 500.0
+MOST_CALLS = 512
+
+
+def buffer_sets(bytes_per_call: float) -> int:
+    """Return how many sets of operands to rotate through: three times L2 in all, 4 to 512 sets."""
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(4, min(MOST_CALLS, -(-3 * l2 // max(1, int(bytes_per_call)))))
+
+
+def graph_microseconds(calls: Sequence[Call]) -> float:
+    """Return the median time of one call in microseconds.
+
+    All calls are captured in one CUDA graph, each with operands of its own. What they return is kept until the end of
+    the capture, so that each also writes memory of its own. The graph is replayed in 21 timed samples.
+
+    Parameters
+    ----------
+    calls : sequence of callables
+        The same work on different buffers; each must be capturable.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls[0]()
+        calls[-1]()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    graph.replay()
+    torch.cuda.synchronize()
+    repeats = max(1, round(SAMPLE_MICROSECONDS / _replay_microseconds(graph, 1)))
+    samples = [_replay_microseconds(graph, repeats) for _ in range(SAMPLES)]
+    del kept
+    return statistics.median(samples) / len(calls)
+
+
+def _replay_microseconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e3 / repeats
+
+
+def copy_bandwidth() -> float:
+    """Return the card's copy rate in GB/s, bytes read plus bytes written: the ceiling of the same run."""
+    pairs = [tuple(torch.empty(1 << 29, dtype=torch.uint8, device="cuda") for _ in range(2)) for _ in range(4)]
+    calls = [functools.partial(target.copy_, source) for source, target in pairs]
+    return 2 * (1 << 29) / graph_microseconds(calls) * 1e-3
+
+
+def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
+    """Align ``columns`` of ``rows`` as text; numbers to the right."""
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
+    right = [isinstance(rows[0].get(column), int | float) for column in columns]
+    shapes = [f"{{:{'>' if number else '<'}{width}}}" for number, width in zip(right, widths, strict=True)]
+    lines = [
+        "  ".join(shape.format(cell) for shape, cell in zip(shapes, line, strict=True))
+        for line in [list(columns), *cells]
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

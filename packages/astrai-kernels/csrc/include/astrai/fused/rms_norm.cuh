@@ -1,0 +1,289 @@
+// RMSNorm, alone and behind a residual add, over rows of `hidden` elements.
+//
+//   sum    = round(x + residual)                        stored as the new residual; sum = x without a residual
+//   normed = round(round(sum / sqrt(mean(sum^2) + eps)) * weight)
+//
+// where round() is to the storage type and everything between is fp32: what Hugging Face's LlamaRMSNorm computes.
+//
+// Reduction contract: the tree is a function of `hidden` alone. Octet i of a row belongs to thread i % threads, which
+// accumulates its octets in rising order; lanes and then warps are summed by a fixed butterfly. Row count, strides,
+// alignment and the variant of the kernel change how octets are loaded, never the order of additions.
+#pragma once
+
+#include "astrai/common/launch.cuh"
+#include "astrai/common/reduce.cuh"
+#include "astrai/common/types.cuh"
+#include "astrai/fused/params.h"
+
+namespace astrai {
+
+template <typename T>
+__device__ __forceinline__ const T* row_source(const RowView<const void*>& view, int64_t outer, int64_t inner) {
+  return static_cast<const T*>(view.data) + outer * view.outer_stride + inner * view.inner_stride;
+}
+
+template <typename T>
+__device__ __forceinline__ T* row_target(const RowView<void*>& view, int64_t outer, int64_t inner) {
+  return static_cast<T*>(view.data) + outer * view.outer_stride + inner * view.inner_stride;
+}
+
+template <typename T>
+__device__ __forceinline__ float sum_of_squares(const Octet<T>& octet, float total) {
+  float value[kOctet];
+  unpack(octet, value);
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) total = fmaf(value[i], value[i], total);
+  return total;
+}
+
+template <typename T>
+__device__ __forceinline__ Octet<T> add(const Octet<T>& left, const Octet<T>& right) {
+  float a[kOctet];
+  float b[kOctet];
+  unpack(left, a);
+  unpack(right, b);
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) a[i] = __fadd_rn(a[i], b[i]);
+  Octet<T> sum;
+  pack(a, sum);
+  return sum;
+}
+
+/// round(round(octet * scale) * weight)
+template <typename T>
+__device__ __forceinline__ Octet<T> scale_and_weigh(const Octet<T>& octet, float scale, const Octet<T>& weight) {
+  float value[kOctet];
+  float factor[kOctet];
+  unpack(octet, value);
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) value[i] = __fmul_rn(value[i], scale);
+  Octet<T> result;
+  pack(value, result);
+  unpack(result, value);
+  unpack(weight, factor);
+#pragma unroll
+  for (int i = 0; i < kOctet; ++i) value[i] = __fmul_rn(value[i], factor[i]);
+  pack(value, result);
+  return result;
+}
+
+__device__ __forceinline__ float inverse_rms(float total, int hidden, float eps) {
+  return rsqrtf(__fadd_rn(__fdiv_rn(total, static_cast<float>(hidden)), eps));
+}
+
+/// Threads a block may have, and blocks that must fit a multiprocessor: what bounds the registers of each instance.
+__host__ __device__ constexpr int rms_norm_threads(int team, int octets) {
+  return team ? 128 : octets == 0 ? 1024 : octets == 1 ? 256 : 512;
+}
+__host__ __device__ constexpr int rms_norm_blocks(int team, int octets, int element_bytes) {
+  const int threads = octets * element_bytes <= 2 ? 1536 : octets * element_bytes <= 8 ? 1024 : 512;
+  return octets == 0 ? 1 : threads / rms_norm_threads(team, octets);
+}
+
+/// One row per team of threads.
+///
+/// kTeam: 8, 16 or 32 neighbouring lanes of a warp, several rows a block; 0: the whole block takes one row.
+/// kOctets: octets of the row that each thread keeps in registers; 0: any number, read twice (kTeam 0 only).
+/// kAligned: every row of every tensor starts at a 16-byte boundary and hidden is a multiple of 8.
+template <typename T, int kTeam, int kOctets, bool kAdd, bool kAligned>
+__global__ void __launch_bounds__(rms_norm_threads(kTeam, kOctets), rms_norm_blocks(kTeam, kOctets, sizeof(T))) rms_norm_kernel(const RmsNormParams params) {
+  static_assert(kTeam == 0 || kOctets == 1, "a team within a warp holds one octet per thread");
+  __shared__ float scratch[2][32];
+  const int team = kTeam ? kTeam : static_cast<int>(blockDim.x);
+  const int rank = kTeam ? static_cast<int>(threadIdx.x) % team : static_cast<int>(threadIdx.x);
+  const int row_in_block = kTeam ? static_cast<int>(threadIdx.x) / team : 0;
+  const int rows_per_block = kTeam ? static_cast<int>(blockDim.x) / team : 1;
+  const T* weight_source = static_cast<const T*>(params.weight);
+
+  // The weight does not depend on the row: where registers allow, it is fetched once, beside the first row.
+  constexpr bool kHoldWeight = kOctets > 0 && kOctets * sizeof(T) <= 8;
+  Octet<T> weight[kHoldWeight ? kOctets : 1];
+  if constexpr (kHoldWeight) {
+#pragma unroll
+    for (int j = 0; j < kOctets; ++j) {
+      const int begin = (j * team + rank) * kOctet;
+      if (begin < params.hidden) {
+        weight[j] = load_octet<kAligned, true>(weight_source + begin, params.hidden - begin);
+      }
+    }
+  }
+
+  int parity = 0;
+  // `first` is the same for the whole block, so that every lane reaches the shuffles and the barrier.
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * rows_per_block; first < params.rows;
+       first += static_cast<int64_t>(gridDim.x) * rows_per_block) {
+    const int64_t row = first + row_in_block;
+    const int hidden = row < params.rows ? params.hidden : 0;  // a team without a row has nothing to load or store
+    const int64_t outer = params.inner == 1 ? row : row / params.inner;
+    const int64_t inner = params.inner == 1 ? 0 : row - outer * params.inner;
+    const T* x = row_source<T>(params.x, outer, inner);
+    T* out = row_target<T>(params.out, outer, inner);
+
+    float total = 0.0f;
+    if constexpr (kOctets > 0) {
+      Octet<T> value[kOctets];
+#pragma unroll
+      for (int j = 0; j < kOctets; ++j) {
+        const int begin = (j * team + rank) * kOctet;
+        if (begin < hidden) value[j] = load_octet<kAligned, false>(x + begin, hidden - begin);
+      }
+      if constexpr (kAdd) {
+        const T* residual = row_source<T>(params.residual, outer, inner);
+        T* residual_out = row_target<T>(params.residual_out, outer, inner);
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j) {
+          const int begin = (j * team + rank) * kOctet;
+          if (begin < hidden) {
+            value[j] = add(value[j], load_octet<kAligned, false>(residual + begin, hidden - begin));
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kOctets; ++j) {
+          const int begin = (j * team + rank) * kOctet;
+          if (begin < hidden) store_octet<kAligned>(residual_out + begin, value[j], hidden - begin);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kOctets; ++j) {
+        if ((j * team + rank) * kOctet < hidden) total = sum_of_squares(value[j], total);
+      }
+      if constexpr (kTeam > 0) {
+        total = lanes_sum<kTeam>(total);
+      } else {
+        total = block_sum(total, scratch[parity]);
+      }
+      const float scale = inverse_rms(total, params.hidden, params.eps);
+#pragma unroll
+      for (int j = 0; j < kOctets; ++j) {
+        const int begin = (j * team + rank) * kOctet;
+        if (begin < hidden) {
+          if constexpr (kHoldWeight) {
+            store_octet<kAligned>(out + begin, scale_and_weigh(value[j], scale, weight[j]), hidden - begin);
+          } else {
+            const Octet<T> factor = load_octet<kAligned, true>(weight_source + begin, hidden - begin);
+            store_octet<kAligned>(out + begin, scale_and_weigh(value[j], scale, factor), hidden - begin);
+          }
+        }
+      }
+    } else {
+      const T* source = x;
+      if constexpr (kAdd) {
+        const T* residual = row_source<T>(params.residual, outer, inner);
+        T* residual_out = row_target<T>(params.residual_out, outer, inner);
+        for (int begin = rank * kOctet; begin < hidden; begin += team * kOctet) {
+          const Octet<T> value = add(load_octet<kAligned, false>(x + begin, hidden - begin),
+                                     load_octet<kAligned, false>(residual + begin, hidden - begin));
+          store_octet<kAligned>(residual_out + begin, value, hidden - begin);
+          total = sum_of_squares(value, total);
+        }
+        source = residual_out;  // each thread reads back only what it wrote itself
+      } else {
+        for (int begin = rank * kOctet; begin < hidden; begin += team * kOctet) {
+          total = sum_of_squares(load_octet<kAligned, false>(x + begin, hidden - begin), total);
+        }
+      }
+      const float scale = inverse_rms(block_sum(total, scratch[parity]), params.hidden, params.eps);
+      for (int begin = rank * kOctet; begin < hidden; begin += team * kOctet) {
+        const Octet<T> value = load_octet<kAligned, false>(source + begin, hidden - begin);
+        const Octet<T> factor = load_octet<kAligned, true>(weight_source + begin, hidden - begin);
+        store_octet<kAligned>(out + begin, scale_and_weigh(value, scale, factor), hidden - begin);
+      }
+    }
+    parity ^= 1;
+  }
+}
+
+// Every instance there is, as CASE(T, kTeam, kOctets, kAdd, kAligned): the dispatcher below and the explicit
+// instantiations of bindings/fused.cu both expand this list.
+#define ASTRAI_RMS_NORM_CASES(CASE, T, ADD) \
+  CASE(T, 8, 1, ADD, true)                  \
+  CASE(T, 8, 1, ADD, false)                 \
+  CASE(T, 16, 1, ADD, true)                 \
+  CASE(T, 16, 1, ADD, false)                \
+  CASE(T, 32, 1, ADD, true)                 \
+  CASE(T, 32, 1, ADD, false)                \
+  CASE(T, 0, 1, ADD, true)                  \
+  CASE(T, 0, 2, ADD, true)                  \
+  CASE(T, 0, 4, ADD, true)                  \
+  CASE(T, 0, 0, ADD, true)                  \
+  CASE(T, 0, 0, ADD, false)
+
+#ifndef __CUDACC_RTC__
+
+/// How a row of `hidden` elements is spread over threads: a function of `hidden` alone (the reduction contract).
+struct RmsNormShape {
+  int team;     // kTeam
+  int octets;   // kOctets of the aligned kernel
+  int threads;  // per block
+};
+
+inline RmsNormShape rms_norm_shape(int hidden) {
+  const int octets = (hidden + kOctet - 1) / kOctet;
+  if (octets <= 32) return {octets <= 8 ? 8 : octets <= 16 ? 16 : 32, 1, 128};
+  if (octets > 2048) return {0, 0, 1024};
+  const int per_thread = octets <= 256 ? 1 : octets <= 1024 ? 2 : 4;
+  const int threads = (octets + per_thread - 1) / per_thread;
+  return {0, per_thread, (threads + 31) / 32 * 32};
+}
+
+template <typename Pointer>
+bool rows_are_aligned(const RowView<Pointer>& view, const RmsNormParams& params, std::size_t element_bytes) {
+  const int64_t elements = static_cast<int64_t>(16 / element_bytes);
+  return is_aligned(view.data, 16) && (params.rows <= params.inner || view.outer_stride % elements == 0) &&
+         (params.inner == 1 || view.inner_stride % elements == 0);
+}
+
+template <typename T, int kTeam, int kOctets, bool kAdd, bool kAligned>
+cudaError_t launch_rms_norm_instance(const RmsNormParams& params, int threads, cudaStream_t stream) {
+  int multiprocessors = 0;
+  const cudaError_t status = multiprocessor_count(&multiprocessors);
+  if (status != cudaSuccess) return status;
+  const int64_t rows_per_block = kTeam ? threads / kTeam : 1;
+  const int64_t wanted = (params.rows + rows_per_block - 1) / rows_per_block;
+  // No more blocks than are sure to be resident at once: each takes every gridDim.x-th row, and a second wave of
+  // blocks would start late with as many rows to do.
+  const int64_t resident = static_cast<int64_t>(multiprocessors) * rms_norm_blocks(kTeam, kOctets, sizeof(T)) *
+                           rms_norm_threads(kTeam, kOctets) / threads;
+  const dim3 grid(static_cast<unsigned int>(wanted < resident ? wanted : resident));
+  return launch(rms_norm_kernel<T, kTeam, kOctets, kAdd, kAligned>, grid, dim3(static_cast<unsigned int>(threads)),
+                stream, params);
+}
+
+template <typename T, bool kAdd>
+cudaError_t launch_rms_norm(const RmsNormParams& params, cudaStream_t stream) {
+  const bool aligned = params.hidden % kOctet == 0 && is_aligned(params.weight, 16) &&
+                       rows_are_aligned(params.x, params, sizeof(T)) &&
+                       rows_are_aligned(params.out, params, sizeof(T)) &&
+                       (!kAdd || (rows_are_aligned(params.residual, params, sizeof(T)) &&
+                                  rows_are_aligned(params.residual_out, params, sizeof(T))));
+  const RmsNormShape shape = rms_norm_shape(params.hidden);
+  // Unaligned rows take the kernel that reads twice; its tree is the same, since `threads` is.
+  const int octets = shape.team == 0 && !aligned ? 0 : shape.octets;
+#define ASTRAI_CASE(T_, TEAM, OCTETS, ADD, ALIGNED)                                                       \
+  if (shape.team == TEAM && octets == OCTETS && aligned == ALIGNED) {                                    \
+    return launch_rms_norm_instance<T_, TEAM, OCTETS, ADD, ALIGNED>(params, shape.threads, stream);      \
+  }
+  ASTRAI_RMS_NORM_CASES(ASTRAI_CASE, T, kAdd)
+#undef ASTRAI_CASE
+  return cudaErrorInvalidValue;
+}
+
+/// Launch on `stream` of the current device. `params` must be valid (bindings/fused.cu checks them); rows may be 0.
+inline cudaError_t rms_norm(const RmsNormParams& params, DType dtype, bool with_add, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
+  switch (dtype) {
+    case DType::kFloat32:
+      return with_add ? launch_rms_norm<float, true>(params, stream) : launch_rms_norm<float, false>(params, stream);
+    case DType::kFloat16:
+      return with_add ? launch_rms_norm<float16, true>(params, stream)
+                      : launch_rms_norm<float16, false>(params, stream);
+    case DType::kBFloat16:
+      return with_add ? launch_rms_norm<bfloat16, true>(params, stream)
+                      : launch_rms_norm<bfloat16, false>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace astrai

@@ -1,0 +1,172 @@
+"""The build: version labels, what the module links, how many compilations, warnings; and launching without a driver."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CMAKE = shutil.which("cmake")
+
+
+def load(path: Path):
+    """Import a script by its path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestLabel:
+    """Rows B3 and the +cu128/+cu130 labels, which enter the metadata at build time."""
+
+    provider = load(PACKAGE / "build_support" / "astrai_version.py")
+
+    @pytest.mark.parametrize(
+        ("label", "suffix"), [("", ""), ("cu128", "+cu128"), ("cu130", "+cu130"), (" cu130\n", "+cu130")]
+    )
+    def test_version_from_file_and_environment(self, monkeypatch, tmp_path, label, suffix):
+        version_file = tmp_path / "_version.py"
+        version_file.write_text('__version__ = "3.1.4"\n')
+        monkeypatch.setattr(self.provider, "VERSION_FILE", version_file)
+        monkeypatch.setenv("ASTRAI_CUDA_LABEL", label)
+        assert self.provider.dynamic_metadata("version", {}) == "3.1.4" + suffix
+
+    @pytest.mark.parametrize("label", ["12.8", "cu12", "cu128.local", "rocm64"])
+    def test_other_labels_are_refused(self, label):
+        with pytest.raises(ValueError, match=f"ASTRAI_CUDA_LABEL='{label}'"):
+            self.provider.labelled_version("0.1.0", label)
+
+    @pytest.mark.parametrize("label", ["cu128", "cu130"])
+    def test_metadata_of_the_wheel(self, tmp_path, label):
+        """The build backend itself writes the label into METADATA; nothing is renamed."""
+        if not self.provider.VERSION_FILE.is_file():
+            pytest.skip("the source tree is not here")
+        pytest.importorskip("scikit_build_core", reason="the build backend is not installed")
+        code = f"from scikit_build_core.build import *; prepare_metadata_for_build_wheel({str(tmp_path)!r})"
+        environment = {**os.environ, "ASTRAI_CUDA_LABEL": label}
+        subprocess.run([sys.executable, "-c", code], cwd=PACKAGE, env=environment, check=True, capture_output=True)
+        [metadata] = tmp_path.glob("*.dist-info/METADATA")
+        lines = metadata.read_text().splitlines()
+        assert f"Version: {load(self.provider.VERSION_FILE).__version__}+{label}" in lines
+        assert [line for line in lines if line.startswith("Requires-Dist") and "extra" not in line] == [
+            "Requires-Dist: torch>=2.9"
+        ]
+
+
+def cmake(tmp_path: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run CMake code after the functions of cmake/toolkit.cmake."""
+    if CMAKE is None:
+        pytest.skip("cmake is not installed")
+    script = tmp_path / "script.cmake"
+    script.write_text(f'include("{PACKAGE}/cmake/toolkit.cmake")\n{code}\n')
+    return subprocess.run(
+        [CMAKE, "-P", str(script)], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+
+
+class TestCMake:
+    """The functions around the toolkit, run by CMake itself in script mode."""
+
+    @pytest.mark.parametrize(("wanted", "expected"), [("1", 1), ("100000", os.cpu_count())])
+    def test_build_parallel_is_capped_by_the_cores(self, tmp_path, wanted, expected):
+        """Row B1."""
+        done = cmake(tmp_path, "astrai_build_parallel(n)\nmessage(STATUS n=${n})", BUILD_PARALLEL=wanted)
+        assert f"n={expected}" in done.stdout
+
+    def test_build_parallel_must_be_a_number(self, tmp_path):
+        done = cmake(tmp_path, "astrai_build_parallel(n)", BUILD_PARALLEL="many")
+        assert done.returncode != 0
+        assert "BUILD_PARALLEL=many: expected a positive integer" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("version", "nvcc", "good"),
+        [
+            ("0.1.0", "13.0.88", True),
+            ("0.1.0+cu130", "13.0.88", True),
+            ("0.1.0+cu128", "12.8.93", True),
+            ("0.1.0+cu128", "13.0.88", False),
+            ("0.1.0+cu130", "13.1.2", False),
+        ],
+    )
+    def test_label_must_fit_the_compiler(self, tmp_path, version, nvcc, good):
+        """A wheel labelled +cu128 whose code came from nvcc 13 would never be noticed later."""
+        done = cmake(tmp_path, f'astrai_check_label("{version}" "{nvcc}")')
+        assert (done.returncode == 0) == good, done.stderr
+        assert good or f"nvcc is {nvcc}" in " ".join(done.stderr.split())
+
+    @pytest.mark.parametrize(
+        ("torch_cuda", "warns"), [("'12.8'", True), ("'13.0'", False), ("'13.1'", False), ("None", False)]
+    )
+    def test_warning_when_torch_is_built_for_another_cuda(self, tmp_path, torch_cuda, warns):
+        """Row B3: only the major version matters, torch is not imported, and a CPU torch is no mismatch."""
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('imported')")
+        (tmp_path / "torch" / "version.py").write_text(f"cuda = {torch_cuda}\n")
+        done = cmake(tmp_path, f'astrai_warn_torch_mismatch("{sys.executable}" "13.0.88")', PYTHONPATH=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        assert ("installed torch is built for CUDA" in " ".join(done.stderr.split())) == warns
+
+    def test_no_torch_is_no_problem(self, tmp_path):
+        """Row B3: torch is not needed at build time."""
+        isolated = tmp_path / "python"
+        isolated.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+        isolated.chmod(0o755)
+        done = cmake(tmp_path, f'astrai_warn_torch_mismatch("{isolated}" "13.0.88")')
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.kernel
+def test_the_module_links_neither_torch_nor_the_cuda_runtime():
+    """Decision "no libtorch in C++": static cudart, and nothing else that a machine without CUDA lacks."""
+    if shutil.which("ldd") is None:
+        pytest.skip("ldd is not installed")
+    path = importlib.util.find_spec("astrai_kernels.lib._C").origin
+    linked = subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[0].partition(".so")[0].rpartition("/")[2] for line in linked.splitlines()}
+    allowed = {"linux-vdso", "libstdc++", "libgcc_s", "libc", "libm", "ld-linux-x86-64", "ld-linux-aarch64"}
+    assert names <= allowed | {"libdl", "librt", "libpthread"}, linked
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here the launch would succeed")
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "rotary"])
+def test_a_launch_without_a_driver_is_an_error_not_a_crash(op):
+    """A kernel never falls back: without a GPU the launch itself says what CUDA said."""
+    from astrai_kernels.lib import _C
+
+    rows, heads = (16, 8, 0), (16, 16, 64, 64, 64, 64, 1)
+    calls = {
+        "rms_norm": lambda: _C.rms_norm(0, 0, 0, rows, 16, rows, 1, 1, 8, 1e-6),
+        "add_rms_norm": lambda: _C.add_rms_norm(0, 0, 0, rows, rows, 16, rows, rows, 1, 1, 8, 1e-6),
+        "rotary": lambda: _C.rotary(0, 0, 0, heads, heads, 16, 32, 16, 32, 4, 16, 1, True, 1, 64, 64, False),
+    }
+    with pytest.raises(RuntimeError, match=rf"astrai_kernels.{op}: .*\(cudaError(InsufficientDriver|NoDevice)\)"):
+        calls[op]()
+
+
+@pytest.mark.kernel
+def test_the_module_checks_what_python_might_get_wrong():
+    """Last line of defence: bad numbers are a ValueError before anything reaches CUDA; empty batches do nothing."""
+    from astrai_kernels.lib import _C
+
+    rows, heads = (16, 8, 0), (16, 16, 64, 64, 64, 64, 1)
+    with pytest.raises(ValueError, match="dtype must be 0"):
+        _C.rms_norm(3, 0, 0, rows, 16, rows, 1, 1, 8, 1e-6)
+    with pytest.raises(ValueError, match="rows must not be negative"):
+        _C.rms_norm(0, 0, 0, rows, 16, rows, -1, 1, 8, 1e-6)
+    with pytest.raises(ValueError, match="must not be null"):
+        _C.rms_norm(0, 0, 0, (0, 8, 0), 16, rows, 1, 1, 8, 1e-6)
+    with pytest.raises(ValueError, match="multiple of the element size"):
+        _C.rms_norm(0, 0, 0, (18, 8, 0), 16, rows, 1, 1, 8, 1e-6)
+    with pytest.raises(ValueError, match="rotary_dim must be even"):
+        _C.rotary(0, 0, 0, heads, heads, 16, 32, 16, 32, 4, 16, 1, True, 1, 64, 66, False)
+    assert _C.rms_norm(0, 0, 0, rows, 16, rows, 0, 1, 8, 1e-6) is None
+    assert _C.rotary(0, 0, 0, heads, heads, 16, 32, 16, 32, 4, 16, 1, True, 0, 64, 64, False) is None

