@@ -47,10 +47,12 @@ need() {
 
 # Everything below would skip or mislead without these two; so they are checked first.
 need_gpu_and_kernels() {
-  PYTHONPATH=$PYTHONPATH "$PYTHON" - <<'PY' || die "needed: a GPU that torch sees, and the kernels that '$0 build' makes"
+  PYTHONPATH=$PYTHONPATH "$PYTHON" - "$SITE" <<'PY' || die "needed: a GPU that torch sees, and the kernels that '$0 build' makes"
+import sys
 import torch
 import astrai_kernels
 
+assert astrai_kernels.__file__.startswith(sys.argv[1]), f"{astrai_kernels.__file__} hides the build in {sys.argv[1]}"
 assert torch.cuda.is_available(), "torch sees no CUDA device"
 print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {astrai_kernels.build_info()}")
 PY
@@ -63,9 +65,15 @@ build() {
   # A fresh folder: ptxas reports only what it compiles now.
   rm -rf "$WORK"
   mkdir -p "$WORK"
-  "${LIMIT[@]}" "$PYTHON" -m pip install -v --no-deps --no-index --no-build-isolation --disable-pip-version-check \
-    --target "$SITE" --config-settings=build-dir="$WORK/{wheel_tag}" \
-    --config-settings=cmake.define.ASTRAI_PTXAS_VERBOSE=ON ./packages/astrai-kernels >"$OUT/build.log" 2>&1 ||
+  "${LIMIT[@]}" "$PYTHON" - "$WORK" >"$OUT/build.log" 2>&1 <<'PY' ||
+import os, sys, zipfile
+from scikit_build_core.build import build_wheel  # the build backend itself: pip may be missing, or want a network
+
+work = sys.argv[1]
+os.chdir("packages/astrai-kernels")
+wheel = build_wheel(work, {"build-dir": f"{work}/{{wheel_tag}}", "cmake.define.ASTRAI_PTXAS_VERBOSE": "ON"})
+zipfile.ZipFile(os.path.join(work, wheel)).extractall(os.path.join(work, "site"))
+PY
     { tail -n 40 "$OUT/build.log"; die "the build failed; the whole log is $OUT/build.log"; }
   grep -iE 'warning|CUDA architectures|Compilations at once' "$OUT/build.log" || true
   local status=0

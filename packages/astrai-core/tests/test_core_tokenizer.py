@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, processors
 
+from astrai_core.auto import AutoTokenizer
 from astrai_core.errors import ChatTemplateError, RequestError, TokenizerError
-from astrai_core.tokenizer import AutoTokenizer, ChatTemplate, Tokenizer
+from astrai_core.tokenizer import ChatTemplate, Tokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -248,6 +248,11 @@ def test_prompt_larger_than_the_cache_is_refused_with_the_numbers():
         subject.generate([1] * 40)
 
 
+def test_no_prompts_give_no_results():
+    with scripted("x") as subject:
+        assert subject.generate([]) == []
+
+
 def test_conversations_go_through_the_template():
     """Rule 16."""
     with scripted("x") as subject:

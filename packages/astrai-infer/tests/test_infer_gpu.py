@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from astrai_core import SamplingParams, kernels, ops
 from astrai_infer import EngineConfig, InferenceEngine
 from astrai_infer.testing import byte_tokenizer, tiny_model
@@ -55,7 +56,9 @@ def test_the_door_takes_the_kernel_and_it_equals_the_twin(dtype, monkeypatch):
     assert calls == ["rms_norm", "add_rms_norm"], "with gradients the twin runs"
     for kernel, twin in zip(by_kernel, by_twin, strict=True):
         assert kernel.shape == twin.shape
-        torch.testing.assert_close(kernel.float(), twin.float(), atol=2e-2 if dtype != torch.float32 else 1e-5, rtol=1e-2)
+        torch.testing.assert_close(
+            kernel.float(), twin.float(), atol=2e-2 if dtype != torch.float32 else 1e-5, rtol=1e-2
+        )
 
 
 def test_gradients_flow_on_the_device():

@@ -173,7 +173,7 @@ def transformers_model(model: CausalLM) -> Any:
         raise MissingDependencyError("comparing needs transformers; run `pip install transformers`") from None
     with tempfile.TemporaryDirectory() as directory:
         save_pretrained(model, f"{directory}/model")
-        theirs = AutoModelForCausalLM.from_pretrained(f"{directory}/model", dtype=model.dtype)
+        theirs: Any = AutoModelForCausalLM.from_pretrained(f"{directory}/model", dtype=model.dtype)
         return theirs.to(model.device).eval()
 
 

@@ -13,6 +13,8 @@ from astrai_infer.task import Delta
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 """Plain text, a conversation (its template is applied), or token ids."""
+Prompts: TypeAlias = Prompt | Sequence[Prompt]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Result: TypeAlias = Completion | list[Completion]
 """One completion, or the n choices of a prompt with ``n > 1``."""
 
@@ -53,7 +55,7 @@ def is_list_of_prompts(prompts: Any) -> bool:
     """A list of texts, conversations or id lists; a conversation or one list of ids is a single prompt."""
     if isinstance(prompts, str) or is_conversation(prompts):
         return False
-    return isinstance(prompts, Sequence) and len(prompts) > 0 and not isinstance(prompts[0], Integral)
+    return isinstance(prompts, Sequence) and not (len(prompts) > 0 and isinstance(prompts[0], Integral))
 
 
 def params_for(params: Any, n_prompts: int) -> list[SamplingParams]:

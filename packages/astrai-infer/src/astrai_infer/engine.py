@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast, overload
 
 import torch
 
 from astrai_core.attention.backend import resolve_backend
-from astrai_core.auto import load_model
+from astrai_core.auto import load_model, resolve_device
 from astrai_core.checkpoint.hf_adapter import load_tensors
 from astrai_core.checkpoint.source import open_source
 from astrai_core.errors import AstraiError, ConfigError, EngineError, RequestError
@@ -24,8 +24,19 @@ from astrai_core.model.transformer import CausalLM
 from astrai_core.tokenizer.tokenizer import Tokenizer
 from astrai_core.types import MAX_SEED, Request, SamplingParams
 from astrai_infer.cache.pool import PagePool
-from astrai_infer.cache.sizing import plan_cache
-from astrai_infer.call import Call, Message, Prompt, Result, is_conversation, is_list_of_prompts, params_for, refusal
+from astrai_infer.cache.sizing import context_len, plan_cache
+from astrai_infer.call import (
+    Call,
+    Message,
+    Params,
+    Prompt,
+    Prompts,
+    Result,
+    is_conversation,
+    is_list_of_prompts,
+    params_for,
+    refusal,
+)
 from astrai_infer.config import EngineConfig
 from astrai_infer.runtime.executor import Executor
 from astrai_infer.scheduler import InferenceScheduler
@@ -55,6 +66,7 @@ class InferenceEngine:
         self.config = config or EngineConfig()
         self.model = model
         self.tokenizer = tokenizer
+        tokenizer.stream_decoder()  # its table is built now, not in the first request
         self.name = name
         self.generation_config = dict(generation_config or {})
         self.eos_ids = frozenset(tokenizer.eos_token_ids) | frozenset(
@@ -101,16 +113,21 @@ class InferenceEngine:
         """
         settings = EngineConfig.from_dict(config)
         source = open_source(model)
+        architecture = source.config()
+        context_len(architecture, settings)  # what was asked for is checked before the weights take their time
+        resolve_backend(settings.backend, resolve_device(device), architecture.head_dim)
         tokenizer = source.tokenizer()
         weights = load_model(source, dtype, device)
         return cls(weights, tokenizer, settings, generation_config=source.generation_config(), name=str(model))
 
+    @overload
+    def generate(self, prompts: Prompts, params: Params = None, *, stream: Literal[True]) -> Iterator[Delta]: ...
+    @overload
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        stream: bool = False,
+        self, prompts: Prompts, params: Params = None, *, stream: Literal[False] = False
+    ) -> Result | list[Result]: ...
+    def generate(
+        self, prompts: Prompts, params: Params = None, *, stream: bool = False
     ) -> Result | list[Result] | Iterator[Delta]:
         """Complete one prompt or many.
 
@@ -141,12 +158,16 @@ class InferenceEngine:
         deltas = self._drain(call, inbox)
         return deltas if stream else call.results(list(deltas))
 
+    @overload
     def generate_async(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        stream: bool = False,
+        self, prompts: Prompts, params: Params = None, *, stream: Literal[True]
+    ) -> AsyncIterator[Delta]: ...
+    @overload
+    def generate_async(
+        self, prompts: Prompts, params: Params = None, *, stream: Literal[False] = False
+    ) -> Awaitable[Result | list[Result]]: ...
+    def generate_async(
+        self, prompts: Prompts, params: Params = None, *, stream: bool = False
     ) -> Awaitable[Result | list[Result]] | AsyncIterator[Delta]:
         """Do the same for asyncio: await the result, or iterate with ``async for`` when streaming."""
         deltas = self._stream_async(prompts, params)

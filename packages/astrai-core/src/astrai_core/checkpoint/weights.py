@@ -66,7 +66,10 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_sha
 
     def flush() -> None:
         path = directory / f"shard-{len(written) + 1:05d}.safetensors"
+        path.touch()
+        mode = path.stat().st_mode  # save_file replaces the file by one that only its owner can read
         save_file(pending, path, metadata={"format": "pt"})
+        path.chmod(mode)
         written.append((path, list(pending)))
         pending.clear()
 

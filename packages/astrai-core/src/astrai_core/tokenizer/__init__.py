@@ -2,6 +2,6 @@
 
 from astrai_core.tokenizer.chat_template import ChatTemplate
 from astrai_core.tokenizer.stream_decoder import StreamDecoder
-from astrai_core.tokenizer.tokenizer import AutoTokenizer, Tokenizer
+from astrai_core.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["AutoTokenizer", "ChatTemplate", "StreamDecoder", "Tokenizer"]
+__all__ = ["ChatTemplate", "StreamDecoder", "Tokenizer"]

@@ -332,18 +332,3 @@ def _check_text(text: object, position: int) -> None:
             f"text {position} has half of a surrogate pair, {text[error.start]!a}, at character {error.start}; "
             "send valid Unicode"
         ) from error
-
-
-class AutoTokenizer:
-    """Finds the tokenizer of a model by its source."""
-
-    @staticmethod
-    def from_pretrained(source: str | Path) -> Tokenizer:
-        """Load the tokenizer of a model directory.
-
-        Raises
-        ------
-        TokenizerError
-            ``source`` is not a directory, or its files are missing or unusable.
-        """
-        return Tokenizer.from_pretrained(source)

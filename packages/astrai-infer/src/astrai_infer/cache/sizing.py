@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from astrai_core.config.model import ModelConfig
 from astrai_core.errors import ConfigError
 from astrai_core.model.transformer import CausalLM
 from astrai_infer.cache.storage import KVSpec
@@ -28,6 +29,20 @@ class CachePlan:
     max_seq_len: int
 
 
+def context_len(model: ModelConfig, config: EngineConfig) -> int:
+    """Return the longest sequence in tokens: ``max_seq_len`` if it is given, else the model's context.
+
+    Raises
+    ------
+    ConfigError
+        If ``max_seq_len`` exceeds the model's context.
+    """
+    context = model.max_position_embeddings
+    if config.max_seq_len is not None and config.max_seq_len > context:
+        raise ConfigError(f"max_seq_len is {config.max_seq_len}, the model's context is {context}; lower it")
+    return config.max_seq_len or context
+
+
 def plan_cache(model: CausalLM, config: EngineConfig) -> CachePlan:
     """Size the KV cache of a loaded model.
 
@@ -36,10 +51,7 @@ def plan_cache(model: CausalLM, config: EngineConfig) -> CachePlan:
     ConfigError
         If ``max_seq_len`` exceeds the model's context, or one sequence of it does not fit into the memory.
     """
-    context = model.config.max_position_embeddings
-    wanted_len = config.max_seq_len or context
-    if wanted_len > context:
-        raise ConfigError(f"max_seq_len is {wanted_len}, the model's context is {context}; lower it")
+    wanted_len = context_len(model.config, config)
     dtype = model.dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     spec = KVSpec.of(model.config, dtype)
     page_bytes = spec.token_bytes * config.page_size
