@@ -58,6 +58,11 @@ def pytest_configure() -> None:
         settings.load_profile("astrai")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow tests, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark, missing in MISSING.items():
         if item.get_closest_marker(mark) is not None and missing():

@@ -64,9 +64,9 @@ def status() -> KernelStatus:
         info: Any = importlib.import_module("astrai_kernels").build_info()
     except ImportError as error:
         return KernelStatus(False, version, f"its extension does not load: {error}", f"reinstall {DISTRIBUTION}")
-    mismatch = cuda_mismatch(int(info.cudart_version), torch.version.cuda)
+    mismatch = cuda_mismatch(int(info["cudart_version"]), torch.version.cuda)
     if mismatch is not None:
-        reason = f"built for CUDA {info.cudart_version // 1000}, torch has CUDA {torch.version.cuda or 'none'}"
+        reason = f"built for CUDA {info['cudart_version'] // 1000}, torch has CUDA {torch.version.cuda or 'none'}"
         return KernelStatus(False, version, reason, mismatch)
     if not torch.cuda.is_available():
         return KernelStatus(False, version, "no CUDA device is visible", "check the driver and CUDA_VISIBLE_DEVICES")
