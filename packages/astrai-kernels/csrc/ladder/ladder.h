@@ -68,6 +68,7 @@ struct Storage<astrai::float16> {
     if (value != value) return {0x7fff};
     const uint16_t sign = std::signbit(value) ? 0x8000 : 0;
     const double magnitude = std::fabs(value);
+    if (magnitude == 0.0) return {sign};  // frexp gives zero the exponent of one half
     if (magnitude >= 65520.0) return {static_cast<uint16_t>(sign | 0x7c00)};
     int exponent = 0;
     std::frexp(magnitude, &exponent);
