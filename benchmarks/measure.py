@@ -61,10 +61,14 @@ def _replay_microseconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Return the card's copy rate in GB/s, bytes read plus bytes written: the ceiling of the same run."""
-    pairs = [tuple(torch.empty(1 << 29, dtype=torch.uint8, device="cuda") for _ in range(2)) for _ in range(4)]
-    calls = [functools.partial(target.copy_, source) for source, target in pairs]
-    return 2 * (1 << 29) / graph_microseconds(calls) * 1e-3
+    """Return the card's copy rate in GB/s, bytes read plus bytes written: the ceiling of the same run.
+
+    By an elementwise kernel: as a graph's memcpy node, ``copy_`` reaches two thirds of it (2.76 TB/s on an H200).
+    """
+    n_bytes = 1 << 29
+    pairs = [tuple(torch.empty(n_bytes // 4, dtype=torch.float32, device="cuda") for _ in range(2)) for _ in range(4)]
+    calls = [functools.partial(torch.neg, source, out=target) for source, target in pairs]
+    return 2 * n_bytes / graph_microseconds(calls) * 1e-3
 
 
 def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
