@@ -38,20 +38,17 @@ def test_the_python_of_a_readme_runs(name: str, tmp_path: Path) -> None:
 
 
 def test_the_commands_of_the_readmes_exist() -> None:
-    """Every option that follows ``astrai COMMAND`` in a shell block is in that command's help."""
+    """Every option behind ``astrai COMMAND``, in a block or inline, is in that command's help."""
     astrai = Path(sysconfig.get_path("scripts")) / "astrai"
-    lines = {
-        line.split("#")[0].strip()
-        for readme in READMES
-        for block in blocks(readme, "bash")
-        for line in block.splitlines()
-        if re.match(r"astrai [a-z]", line)
+    text = "\n".join(readme.read_text() for readme in READMES)
+    lines = {*re.findall(r"^ *(astrai [a-z].*)$", text, re.MULTILINE), *re.findall(r"`(astrai [a-z][^`]*)`", text)}
+    shown = {
+        command: subprocess.run([astrai, command, "--help"], capture_output=True, text=True, check=True).stdout
+        for command in {line.split()[1] for line in lines}
     }
-    assert len(lines) >= 7
+    assert len(shown) >= 7
     for line in lines:
-        command = line.split()[1]
-        shown = subprocess.run([astrai, command, "--help"], capture_output=True, text=True, check=True).stdout
-        missing = [option for option in re.findall(r"--[a-z-]+", line) if option not in shown]
+        missing = [option for option in re.findall(r"(?<= )--?[a-z-]+", line) if option not in shown[line.split()[1]]]
         assert not missing, f"{line}: {missing}"
 
 

@@ -30,7 +30,7 @@ ALONG = {
     "astrai-core": (set[str](), set[str]()),
     "astrai-infer": ({"astrai-core"}, {"astrai-core"}),
     "astrai-train": ({"astrai-core"}, {"astrai-core"}),
-    "astrai-cli": ({"astrai-core"}, {"astrai-core"}),
+    "astrai-cli": ({"astrai-core"}, {"astrai-core", "astrai-infer"}),
 }
 HAS_NVCC = shutil.which("nvcc") is not None
 PIP = ["-m", "pip", "--disable-pip-version-check", "--quiet"]

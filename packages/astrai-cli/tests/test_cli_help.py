@@ -29,6 +29,10 @@ FLAGS = {
         *SAMPLING,
         *LOAD,
     ],
+    "bench": [
+        *"what --compare --trials --json --batch -b --prompt-len --new-tokens".split(),
+        *"--model -m --config --device --dtype --backend --threads".split(),
+    ],
     "inspect": ["model", "--json"],
     "convert": ["source", "dest", "--dtype", "--overwrite", "--max-shard-size"],
     "completion": ["shell"],

@@ -31,6 +31,7 @@ COMMANDS = {
     "doctor": Entry("doctor:doctor", "Show versions, devices and kernels, and what to install.", START),
     "chat": Entry("chat:chat", "Talk to a model.", USE),
     "generate": Entry("generate:generate", "Complete one prompt, or a file of them.", USE),
+    "bench": Entry("bench:bench", "Measure decode, prefill and start-up speed, beside transformers.", USE),
     "inspect": Entry("inspect:inspect", "Show architecture, size, memory, tokenizer and template.", FILES),
     "convert": Entry("convert:convert", "Turn a GGUF or other model into a Hugging Face directory.", FILES),
     "completion": Entry("completion:completion", "Print the completion script of bash, zsh or fish.", SHELL),
