@@ -22,6 +22,8 @@ skip_no_kernel = pytest.mark.kernel
 # Tests never download; those of the downloading code bring their own hub. Read by the libraries at their import.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Commands under test buffer their output as a user's do; unbuffered, a missing flush would not be seen.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @functools.cache

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from astrai_infer.cache.allocator import PageAllocator
 from astrai_infer.cache.pool import PagePool
 from astrai_infer.cache.storage import KVSpec
+from astrai_infer.runtime.workspace import Buffer, InferenceWorkspace
 
 SPEC = KVSpec(n_layers=2, n_kv_heads=3, head_dim=4, dtype=torch.float32)
 
@@ -128,20 +130,56 @@ def test_a_prefix_computed_twice_still_serves_what_follows():
     assert [subject.admit([1, 2, 3, tail, 9], "w")[1] for tail in (4, 5)] == [4, 4]
 
 
+def addresses(workspace: InferenceWorkspace) -> list[int]:
+    return [buffer.device_tensor.data_ptr() for buffer in vars(workspace).values() if isinstance(buffer, Buffer)]
+
+
 def test_bind_tasks_describes_the_step():
-    subject = pool()
+    """W1, C8: what a step reads lies in the workspace."""
+    subject, workspace = pool(), InferenceWorkspace(16, 3, torch.device("cpu"))
+    before = addresses(workspace)
     (first, _), (second, _) = subject.admit([1] * 5, "w"), subject.admit([2] * 3, "w")
     subject.extend(first, 5)
     subject.extend(second, 3)
     subject.extend(first, 1)
-    metadata = subject.bind_tasks([second, first], [3, 1]).metadata
+    metadata = subject.bind_tasks([second, first], [3, 1], workspace).metadata
     assert metadata.phase == "prefill"
     assert metadata.seq_lens.tolist() == list(metadata.seq_lens_host) == [3, 6]
     assert metadata.kv_indptr.tolist() == [0, 3, 9]
     assert metadata.qo_indptr.tolist() == [0, 3, 4]
     table = subject.req_to_token.table
     assert metadata.out_cache_loc.tolist() == [*table[second, :3].tolist(), int(table[first, 5])]
-    assert subject.bind_tasks([first], [1]).metadata.phase == "decode"
+    assert subject.bind_tasks([first], [1], workspace).metadata.phase == "decode"
+    assert addresses(workspace) == before
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 2)), min_size=1, max_size=3), max_size=12))
+def test_steady_steps_equal_fresh_ones(steps):
+    """C4, C5: incremented in place or built anew, the metadata is the same, and nothing moves."""
+    subject, workspace = pool(n_pages=40, max_seq_len=64), InferenceWorkspace(64, 3, torch.device("cpu"))
+    rows = [subject.admit([row] * 3, "w")[0] for row in range(3)]
+    for row in rows:
+        subject.extend(row, 3)
+    before, steady = addresses(workspace), 0
+    for step in steps:
+        q_lens = dict(step)
+        for which, n in q_lens.items():
+            subject.extend(rows[which], n)
+        chosen, counts = [rows[which] for which in q_lens], list(q_lens.values())
+        lens = [subject.length(row) for row in chosen]
+        steady += subject._bound.is_steady_increment(chosen, lens, set(counts) == {1})
+        got = subject.bind_tasks(chosen, counts, workspace).metadata
+        assert got.seq_lens.tolist() == lens
+        assert got.req_indices.tolist() == chosen
+        assert got.kv_indptr.tolist() == [0, *itertools.accumulate(lens)]
+        assert got.qo_indptr.tolist() == [0, *itertools.accumulate(counts)]
+        host = subject.req_to_token.host
+        assert got.out_cache_loc.tolist() == [
+            slot for row, n, q in zip(chosen, lens, counts, strict=True) for slot in host[row, n - q : n].tolist()
+        ]
+        assert addresses(workspace) == before
+    note(f"{steady} steady steps")
 
 
 def test_releasing_twice_is_caught():

@@ -84,7 +84,7 @@ class InferenceEngine:
             prefix_cache=self.config.prefix_cache,
         )
         backend = resolve_backend(self.config.backend, model.device, model.config.head_dim)
-        executor = Executor(model, self.pool, backend, self.config.max_num_seqs)
+        executor = Executor(model, self.pool, backend, self.config.max_num_seqs, self.config.max_batch_tokens)
         self.scheduler = InferenceScheduler(self.config, self.pool, executor, self.make_tasks)
         self._request_numbers = itertools.count(1)
         self._seeds = random.Random(self.config.seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import insort
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -62,6 +63,8 @@ class InferenceScheduler:
         self._make_tasks = make_tasks
         self.waiting = TaskQueue(config.max_waiting)
         self.running: list[Task] = []
+        """In the order in which they are served; the last is preempted first."""
+        self._preempted = False
         self.n_steps = 0
         self.weight_version = 0
         self.paused = False
@@ -160,7 +163,7 @@ class InferenceScheduler:
         """
         with self._stepping:
             if recompute:
-                for task in sorted(self.running, key=lambda task: task.order, reverse=True):
+                for task in self.running[::-1]:
                     self._preempt(task)
                 self.pool.clear_prefix_cache()
             yield
@@ -208,28 +211,33 @@ class InferenceScheduler:
 
     def _schedule(self) -> Batch:
         """Choose the step's work and take the pages it needs."""
-        batch = Batch()
+        decodes: list[BatchItem] = []
+        chunks: list[BatchItem] = []
         budget = self.config.max_batch_tokens
-        self.running.sort(key=lambda task: task.order)
-        decoding = [task for task in self.running if task.remaining_len == 1]
-        for task in decoding:
-            if task.status == "running" and self._make_room(task, 1):
-                batch.items.append(BatchItem(task, task.computed_len, 1))
-                budget -= 1
-        for task in [task for task in self.running if task.remaining_len > 1]:
+        prefilling = []
+        for task in self.running.copy():
+            if task.remaining_len > 1:
+                prefilling.append(task)
+            elif task.row is not None and self._make_room(task, 1):
+                decodes.append(BatchItem(task, task.computed_len, 1, True))
+        budget -= len(decodes)
+        for task in prefilling:
             n_tokens = min(task.remaining_len, budget)
-            if task.status == "running" and n_tokens and self._make_room(task, n_tokens):
-                batch.items.append(BatchItem(task, task.computed_len, n_tokens))
+            if task.row is not None and n_tokens and self._make_room(task, n_tokens):
+                chunks.append(BatchItem(task, task.computed_len, n_tokens, n_tokens == task.remaining_len))
                 budget -= n_tokens
         while budget and (head := self.waiting.peek()) is not None and self._admit(head):
             n_tokens = min(head.remaining_len, budget)
             extended = self._make_room(head, n_tokens)
             assert extended, "admit promised room for everything the task has"
-            batch.items.append(BatchItem(head, head.computed_len, n_tokens))
+            chunks.append(BatchItem(head, head.computed_len, n_tokens, n_tokens == head.remaining_len))
             budget -= n_tokens
-        batch.items = [item for item in batch.items if item.task.status == "running"]
-        batch.items.sort(key=lambda item: item.n_tokens > 1)
-        return batch
+        if self._preempted:  # what was chosen before its pages went to another
+            decodes = [item for item in decodes if item.task.row is not None]
+            chunks = [item for item in chunks if item.task.row is not None]
+            self._preempted = False
+        items = decodes + sorted(chunks, key=lambda item: item.n_tokens > 1)
+        return Batch(items, sum(item.n_tokens for item in items))
 
     def _admit(self, task: Task) -> bool:
         """Move the first waiting task to the running ones if there is room for all it has."""
@@ -245,14 +253,14 @@ class InferenceScheduler:
         task.status = "running"
         task.weight_version = self.weight_version
         self.executor.admit(task)
-        self.running.append(task)
+        insort(self.running, task, key=lambda task: task.order)
         return True
 
     def _make_room(self, task: Task, n_tokens: int) -> bool:
         """Extend a running task, preempting those served after it; return False if the task itself had to go."""
         assert task.row is not None, "a running task has a row"
         while not self.pool.extend(task.row, n_tokens):
-            victim = max(self.running, key=lambda other: other.order)
+            victim = self.running[-1]
             assert len(self.running) > 1, "one request alone fits: its total length is bounded by the pool's capacity"
             self._preempt(victim)
             if victim is task:
@@ -260,6 +268,7 @@ class InferenceScheduler:
         return True
 
     def _preempt(self, task: Task) -> None:
+        self._preempted = True
         self._release(task)
         task.computed_len = 0
         task.n_preemptions += 1
@@ -275,17 +284,17 @@ class InferenceScheduler:
         """Hand the step's results to their tasks and retire those that are done."""
         sampled = 0
         for i, item in enumerate(batch.items):
-            task = item.task
-            task.prompt_logprobs.extend(result.prompt_logprobs.get(i, ()))
-            samples = item.samples
+            task, row = item.task, item.task.row
+            assert row is not None, "a task of the batch has a row"
+            if i in result.prompt_logprobs:
+                task.prompt_logprobs.extend(result.prompt_logprobs[i])
             task.computed_len = item.start + item.n_tokens
-            if task.row is not None:
-                self.pool.record(task.row, task.token_ids, task.computed_len)
-            if samples:
+            self.pool.record(row, task.token_ids, task.computed_len)
+            if item.samples:
                 task.append(result.token_ids[sampled], result.logprobs[sampled])
                 sampled += 1
-            if task.status == "finished":
-                self._release(task)
+                if task.status == "finished":
+                    self._release(task)
 
     def _retire(self, tasks: list[Task], error: str) -> None:
         waiting = [task for task in tasks if task.row is None]

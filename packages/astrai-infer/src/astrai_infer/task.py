@@ -129,20 +129,22 @@ class Task:
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take the sampled token: emit its text and finish if it ends the completion."""
         self.token_ids.append(token_id)
+        params, total_len = self.params, len(self.token_ids)
+        output_len = total_len - len(self.prompt_ids)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        if token_id in self.stop_ids and self.output_len > self.params.min_tokens:
-            is_eos = token_id not in self.params.stop_token_ids
+        if token_id in self.stop_ids and output_len > params.min_tokens:
+            is_eos = token_id not in params.stop_token_ids
             self.finish("stop", stop_reason=None if is_eos else token_id, stop_token_id=token_id)
             return
         delta, stop = self.text.push(token_id)
         if stop is not None:
             self._close("stop", delta, (token_id,), stop)
-        elif self.output_len == self.params.max_tokens or self.total_len >= self.max_total_len:
+        elif output_len == params.max_tokens or total_len >= self.max_total_len:
             tail, stop = self.text.end()
             self._close("length" if stop is None else "stop", delta + tail, (token_id,), stop)
         else:
-            self.on_delta(Delta.of(delta, (token_id,), self.index, prompt_index=self.prompt_index))
+            self.on_delta(Delta.of(delta, (token_id,), self.index, None, self.prompt_index))
 
     def finish(
         self,
@@ -188,30 +190,24 @@ class Task:
         self.on_delta(Delta.of(delta, new_ids, self.index, completion, self.prompt_index))
 
 
-@dataclass
+@dataclass(slots=True)
 class BatchItem:
-    """What a step does for one task: feed `n_tokens` from `start` on; sample if that reaches the last one."""
+    """What a step does for one task: feed `n_tokens` from `start` on."""
 
     task: Task
     start: int
     n_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step yields a token for this task."""
-        return self.start + self.n_tokens == self.task.total_len
+    samples: bool
+    """Whether that reaches the task's last token, so that the step yields the next one."""
 
 
 @dataclass
 class Batch:
     """One step's work, decoding tasks first. The scheduler fills it, the executor reads it."""
 
-    items: list[BatchItem] = field(default_factory=list)
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens fed by the step."""
-        return sum(item.n_tokens for item in self.items)
+    items: list[BatchItem]
+    n_tokens: int
+    """Tokens fed by the step."""
 
 
 @dataclass

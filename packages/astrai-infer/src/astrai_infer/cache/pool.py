@@ -12,6 +12,7 @@ from astrai_core.attention.metadata import AttentionMetadata, KVCache
 from astrai_infer.cache.allocator import PageAllocator
 from astrai_infer.cache.prefix import PrefixIndex
 from astrai_infer.cache.storage import KVSpec, KVStorage, ReqToTokenPool
+from astrai_infer.runtime.workspace import InferenceWorkspace
 
 SCRATCH_PAGES = 1
 """Page 0 belongs to nobody: padded rows of a captured step write there."""
@@ -27,6 +28,24 @@ class _Row:
     """Leading pages that the prefix index has seen."""
     parent: Hashable = None
     """Under which the index files the next page."""
+
+
+@dataclass(frozen=True)
+class BindState:
+    """What the workspace holds since the last step (row S8)."""
+
+    rows: list[int]
+    lens: list[int]
+    decode: bool
+
+    def is_steady_increment(self, rows: Sequence[int], lens: Sequence[int], decode: bool) -> bool:
+        """Whether the same requests decode again, each one token longer."""
+        return (
+            self.decode
+            and decode
+            and self.rows == list(rows)
+            and all(n == m + 1 for n, m in zip(lens, self.lens, strict=True))
+        )
 
 
 class PagePool:
@@ -60,6 +79,7 @@ class PagePool:
         self.device = device
         self._free_rows = list(range(n_rows - 1, -1, -1))
         self._rows: dict[int, _Row] = {}
+        self._bound = BindState([], [], False)
 
     @property
     def capacity(self) -> int:
@@ -150,8 +170,10 @@ class PagePool:
         locs = (first_locs + np.arange(self.page_size, dtype=np.int32)).reshape(-1)
         self.req_to_token.write(row, start_pos, locs[: self.max_seq_len - start_pos])
 
-    def bind_tasks(self, rows: Sequence[int], q_lens: Sequence[int]) -> KVCache:
-        """Build the view of one step; call :meth:`extend` for each row first.
+    def bind_tasks(self, rows: Sequence[int], q_lens: Sequence[int], workspace: InferenceWorkspace) -> KVCache:
+        """Build the view of one step in the workspace; call :meth:`extend` for each row first.
+
+        While the same requests decode, lengths and prefix sums are incremented in place (rows C2, C4, C5).
 
         Parameters
         ----------
@@ -161,24 +183,29 @@ class PagePool:
             New tokens of each; they are the last of the row's length.
         """
         lens = [self._rows[row].length for row in rows]
-        host = self.req_to_token.host
-        out_loc = np.concatenate([host[row, n - q : n] for row, n, q in zip(rows, lens, q_lens, strict=True)])
-        kv_indptr = np.zeros(len(rows) + 1, dtype=np.int32)
-        qo_indptr = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(lens, out=kv_indptr[1:])
-        np.cumsum(q_lens, out=qo_indptr[1:])
+        n, host = len(rows), self.req_to_token.host
+        decode = all(q == 1 for q in q_lens)
+        if self._bound.is_steady_increment(rows, lens, decode):
+            seq_lens, kv_indptr = workspace.advance(n)
+            req_indices = workspace.req_indices.device_tensor[:n]
+            qo_indptr = workspace.qo_indptr.device_tensor[: n + 1]
+            out_loc = host[workspace.req_indices.host[:n], np.array(lens) - 1]
+        else:
+            seq_lens, req_indices = workspace.seq_lens.put(lens), workspace.req_indices.put(rows)
+            for buffer, counts in ((workspace.kv_indptr, lens), (workspace.qo_indptr, q_lens)):
+                np.cumsum(counts, out=buffer.host[1 : n + 1])
+            kv_indptr, qo_indptr = workspace.kv_indptr.sync(n + 1), workspace.qo_indptr.sync(n + 1)
+            out_loc = np.concatenate([host[row, end - q : end] for row, end, q in zip(rows, lens, q_lens, strict=True)])
+        self._bound = BindState(list(rows), lens, decode)
         metadata = AttentionMetadata(
-            phase="decode" if all(q == 1 for q in q_lens) else "prefill",
+            phase="decode" if decode else "prefill",
             req_to_token=self.req_to_token.table,
-            req_indices=self._to_device(np.array(rows, dtype=np.int64)),
-            seq_lens=self._to_device(np.array(lens, dtype=np.int32)),
-            kv_indptr=self._to_device(kv_indptr),
-            qo_indptr=self._to_device(qo_indptr),
-            out_cache_loc=self._to_device(out_loc.astype(np.int64)),
+            req_indices=req_indices,
+            seq_lens=seq_lens,
+            kv_indptr=kv_indptr,
+            qo_indptr=qo_indptr,
+            out_cache_loc=workspace.out_cache_loc.put(out_loc),
             seq_lens_host=tuple(lens),
             q_lens_host=tuple(q_lens),
         )
         return KVCache(self.storage.k_buffer, self.storage.v_buffer, metadata)
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from astrai_core.attention.backend import AttentionBackend
 from astrai_core.model.transformer import CausalLM
 from astrai_core.types import TokenLogprobs
 from astrai_infer.cache.pool import PagePool
+from astrai_infer.runtime.workspace import InferenceWorkspace
 from astrai_infer.sampling.batch_info import SamplingBatchInfo
 from astrai_infer.sampling.pipeline import SamplingPipeline, token_logprobs
 from astrai_infer.task import Batch, BatchItem, StepResult, Task
@@ -20,10 +20,13 @@ from astrai_infer.task import Batch, BatchItem, StepResult, Task
 class Executor:
     """Owns the model's side of a step; the scheduler decides who runs."""
 
-    def __init__(self, model: CausalLM, pool: PagePool, backend: AttentionBackend, n_rows: int) -> None:
+    def __init__(
+        self, model: CausalLM, pool: PagePool, backend: AttentionBackend, n_rows: int, max_tokens: int
+    ) -> None:
         self.model = model
         self.pool = pool
         self.backend = backend
+        self.workspace = InferenceWorkspace(max_tokens, n_rows, model.device)
         self.info = SamplingBatchInfo(n_rows, model.config.vocab_size, model.device)
         self.pipeline = SamplingPipeline(self.info)
 
@@ -37,13 +40,16 @@ class Executor:
         items = batch.items
         rows = [item.task.row for item in items if item.task.row is not None]
         assert len(rows) == len(items), "every scheduled task has a row"
-        cache = self.pool.bind_tasks(rows, [item.n_tokens for item in items])
-        input_ids = self._tensor([t for i in items for t in i.task.token_ids[i.start : i.start + i.n_tokens]])
-        positions = np.concatenate([np.arange(i.start, i.start + i.n_tokens) for i in items])
+        workspace = self.workspace
+        cache = self.pool.bind_tasks(rows, [item.n_tokens for item in items], workspace)
+        input_ids = workspace.input_ids.put(
+            [t for i in items for t in i.task.token_ids[i.start : i.start + i.n_tokens]]
+        )
+        positions = workspace.position_ids.put([p for i in items for p in range(i.start, i.start + i.n_tokens)])
         plan = _plan_logits(items)
         every = len(plan.rows) == batch.n_tokens
         logits = self.model.forward_paged(
-            input_ids, self._tensor(positions), cache, self.backend, None if every else self._tensor(plan.rows)
+            input_ids, positions, cache, self.backend, None if every else self._tensor(plan.rows)
         ).logits
         prompt_logprobs = {
             span.item: token_logprobs(
@@ -56,8 +62,8 @@ class Executor:
             return StepResult([], [], prompt_logprobs)
         if plan.spans:
             logits = logits[self._tensor(plan.sample_at)]
-        tokens = self.pipeline.sample(logits, self.info.view(tasks), self._tensor([task.total_len for task in tasks]))
-        return StepResult(tokens.tolist(), self._logprobs(logits, tokens, tasks), prompt_logprobs)
+        sampled = self.pipeline.sample(logits, self.info.view(tasks), self._tensor([task.total_len for task in tasks]))
+        return StepResult(sampled.tolist(), self._logprobs(logits, sampled, tasks), prompt_logprobs)
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, tasks: tuple[Task, ...]) -> list[TokenLogprobs | None]:
         entries: list[TokenLogprobs | None] = [None] * len(tasks)

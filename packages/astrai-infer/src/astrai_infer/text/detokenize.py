@@ -13,6 +13,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._decoder = tokenizer.stream_decoder(skip_special_tokens=params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop)
+        self._has_stops = bool(params.stop)
         self._min_tokens = params.min_tokens
         self._keep_stop = params.include_stop_str_in_output
         self._n_tokens = 0
@@ -31,7 +32,8 @@ class TextStream:
         (delta, the stop string that ended the text or None)
         """
         self._n_tokens += 1
-        return self._match(self._decoder.step(token_id))
+        text = self._decoder.step(token_id)
+        return self._match(text) if self._has_stops else (self._emit(text), None)
 
     def end(self, stop_token_id: int | None = None) -> tuple[str, str | None]:
         """Flush what is held back: half characters first, then the tail that a stop string might have begun with.

@@ -15,6 +15,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
+        self._openers = frozenset(stop[0] for stop in stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -24,7 +25,7 @@ class StopMatcher:
         -------
         (text to emit, the stop string that was found or None)
         """
-        if not self._stops:
+        if not self._held and self._openers.isdisjoint(text):
             return text, None
         buffer = self._held + text
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := buffer.find(stop)) >= 0]
