@@ -31,6 +31,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if _by_kernel(x):
         return kernels.module("fused").rms_norm(x, weight, eps)
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
@@ -59,27 +61,22 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the leading ``2 * cos.shape[-1]`` dimensions of each head (RoFormer, arXiv 2104.09864).
+    """Rotate the leading ``rotary_dim`` dimensions of each head (RoFormer, arXiv 2104.09864), in fp32.
 
     Parameters
     ----------
     x
         ``[tokens, n_heads, head_dim]``.
     cos, sin
-        ``[tokens, rotary_dim / 2]`` fp32, one row per token.
+        ``[tokens, 1, rotary_dim]`` fp32 as :class:`~astrai_core.model.rope.RotaryTable` returns them: every angle stands
+        at both dimensions of its pair, the sine negative at the first.
     interleaved
         Pairs are neighbours (2i, 2i+1) instead of halves (i, i + rotary_dim/2).
     """
-    rotary_dim = 2 * cos.shape[-1]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotary_dim = cos.shape[-1]
     part = x[..., :rotary_dim].float()
-    if interleaved:
-        first, second = part[..., 0::2], part[..., 1::2]
-        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
-    else:
-        first, second = part.chunk(2, -1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    turned = turned.to(x.dtype)
+    partner = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else part.roll(rotary_dim // 2, -1)
+    turned = torch.addcmul(part * cos, partner, sin).to(x.dtype)
     return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), -1)
 
 
@@ -99,7 +96,21 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+PACKED_ROWS = range(2, 33)
+"""Row counts for which the packed layout wins on a CPU (one core, fp32, 576 x 49152: 8 rows 13 ms against 25 ms)."""
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether :func:`pack` can lay this weight out for the CPU's matrix library."""
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Return a copy of ``[out_features, in_features]`` in oneDNN's own layout, for few-row products."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``.
 
     Parameters
@@ -108,5 +119,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ``[..., in_features]``.
     weight
         ``[out_features, in_features]``.
+    packed
+        The same weight from :func:`pack`, used where it is faster and no gradient is recorded.
     """
+    if packed is not None and x.dim() == 2 and x.shape[0] in PACKED_ROWS and not torch.is_grad_enabled():
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return F.linear(x, weight, bias)

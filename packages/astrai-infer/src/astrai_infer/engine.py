@@ -72,6 +72,8 @@ class InferenceEngine:
         self.eos_ids = frozenset(tokenizer.eos_token_ids) | frozenset(
             _as_ids(self.generation_config.get("eos_token_id"))
         )
+        if self.config.pack_weights:
+            model.pack_weights()
         plan = plan_cache(model, self.config)
         self.max_seq_len = plan.max_seq_len
         self.pool = PagePool(
@@ -219,6 +221,8 @@ class InferenceEngine:
         with self.scheduler.between_steps(recompute=True):
             self._weights_whole = False
             load_tensors(self.model, tensors, "update_weights")
+            if self.config.pack_weights:
+                self.model.pack_weights()
             self.scheduler.weight_version = version
             self._weights_whole = True
 

@@ -79,7 +79,7 @@ class AttentionBackend(ABC):
         qkv
             ``[tokens, (n_heads + 2 * n_kv_heads) * head_dim]``.
         cos, sin
-            ``[tokens, rotary_dim / 2]`` fp32.
+            ``[tokens, 1, rotary_dim]`` fp32, see :func:`astrai_core.ops.rotary`.
         q_norm, k_norm
             ``[head_dim]`` weights of the per-head norms, if the model has them.
 
@@ -120,9 +120,15 @@ def split_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a fused projection ``[tokens, ...]`` into normed, rotated q, k and plain v, ``[tokens, heads, head_dim]``."""
     heads = qkv.view(qkv.shape[0], spec.n_heads + 2 * spec.n_kv_heads, spec.head_dim)
-    q, k, v = heads.split((spec.n_heads, spec.n_kv_heads, spec.n_kv_heads), 1)
-    if q_norm is not None and k_norm is not None:
-        q, k = ops.rms_norm(q, q_norm, spec.norm_eps), ops.rms_norm(k, k_norm, spec.norm_eps)
+    n_queries, n_rotated = spec.n_heads, spec.n_heads + spec.n_kv_heads
+    v = heads[:, n_rotated:]
+    if q_norm is None or k_norm is None:
+        qk = heads[:, :n_rotated]
+        if spec.use_rope:
+            qk = ops.rotary(qk, cos, sin, interleaved=spec.interleaved)
+        return qk[:, :n_queries], qk[:, n_queries:], v
+    q = ops.rms_norm(heads[:, :n_queries], q_norm, spec.norm_eps)
+    k = ops.rms_norm(heads[:, n_queries:n_rotated], k_norm, spec.norm_eps)
     if spec.use_rope:
         q = ops.rotary(q, cos, sin, interleaved=spec.interleaved)
         k = ops.rotary(k, cos, sin, interleaved=spec.interleaved)

@@ -59,5 +59,5 @@ class KVCache:
             ``[tokens, n_kv_heads, head_dim]`` in the buffers' dtype.
         """
         loc = self.metadata.out_cache_loc
-        self.k_buffer[layer, loc] = k
-        self.v_buffer[layer, loc] = v
+        self.k_buffer[layer].index_copy_(0, loc, k)
+        self.v_buffer[layer].index_copy_(0, loc, v)

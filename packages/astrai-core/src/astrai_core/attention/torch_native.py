@@ -73,7 +73,7 @@ class TorchNativeBackend(AttentionBackend):
         keys, values = gather(cache, spec.layer, plan.slots.view(-1))
         shape = (batch, longest, spec.n_kv_heads, spec.head_dim)
         out = F.scaled_dot_product_attention(
-            q.view(batch, spec.n_kv_heads, spec.n_heads // spec.n_kv_heads, spec.head_dim),
+            q.reshape(batch, spec.n_kv_heads, spec.n_heads // spec.n_kv_heads, spec.head_dim),
             keys.view(shape).transpose(1, 2).to(q.dtype),
             values.view(shape).transpose(1, 2).to(q.dtype),
             attn_mask=None if plan.mask is None else plan.mask[:, None, None, :],

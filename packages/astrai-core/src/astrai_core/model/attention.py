@@ -19,7 +19,7 @@ class DenseContext:
     """What all layers of a pass without a cache share. Hidden states are ``[batch, seq, hidden]``."""
 
     cos: Tensor
-    """``[batch * seq, rotary_dim / 2]`` fp32."""
+    """``[batch * seq, 1, rotary_dim]`` fp32."""
     sin: Tensor
     masks: Mapping[int | None, Tensor | None]
     """Window -> bool mask broadcastable to ``[batch, heads, seq, seq]``; None where plain causal masking is right."""
@@ -30,7 +30,7 @@ class PagedContext:
     """What all layers of an engine step share. Hidden states are ``[tokens, hidden]``."""
 
     cos: Tensor
-    """``[tokens, rotary_dim / 2]`` fp32."""
+    """``[tokens, 1, rotary_dim]`` fp32."""
     sin: Tensor
     cache: KVCache
     backend: AttentionBackend

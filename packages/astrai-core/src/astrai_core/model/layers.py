@@ -28,11 +28,19 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A projection through the ops door; weight ``[out_features, in_features]``."""
+    """A projection through the ops door; weight ``[out_features, in_features]``.
+
+    Attributes
+    ----------
+    packed
+        A second copy of the weight for serving on a CPU; see :meth:`CausalLM.pack_weights`.
+    """
+
+    packed: Tensor | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Project ``[..., in_features]`` to ``[..., out_features]``."""
-        return ops.linear(input, self.weight, self.bias)
+        return ops.linear(input, self.weight, self.bias, self.packed)
 
 
 class FusedLinear(Linear):

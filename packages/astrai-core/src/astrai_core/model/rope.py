@@ -111,8 +111,11 @@ class RotaryTable(nn.Module):
         self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin ``[tokens, rotary_dim / 2]`` of position_ids ``[tokens]``."""
-        return self.cos[position_ids], self.sin[position_ids]
+        """Return cos and sin ``[tokens, 1, rotary_dim]`` of position_ids ``[tokens]``, laid out for :func:`ops.rotary`."""
+        cos, sin = self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)
+        if self.config.rope_interleave:
+            return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         was_meta = self.cos.is_meta

@@ -62,6 +62,9 @@ class ScriptedModel(torch.nn.Module):
         self.dtype = torch.float32
         self.n_fed = 0
 
+    def pack_weights(self) -> None:
+        """Do nothing: there are no weights."""
+
     def forward_paged(
         self,
         input_ids: Tensor,
