@@ -72,11 +72,11 @@ format: $(VENV)/.developer.stamp  ## Sort imports, apply safe fixes, format
 	$(BIN)/ruff format .
 
 wheels: $(VENV)/.developer.stamp  ## Build the wheels into dist/: the pure ones, and the kernels for all cards if nvcc is here
-	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist $(addprefix ./,$(PURE))
+	$(PIP) wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist $(addprefix ./,$(PURE))
 ifeq ($(NVCC),)
 	@echo "nvcc was not found: $(KERNELS) was not built"
 else
-	PATH="$(TOOLS_PATH)" $(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist ./$(KERNELS)
+	PATH="$(TOOLS_PATH)" $(PIP) wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist ./$(KERNELS)
 endif
 
 clean:  ## Remove what was built, but not the environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from tools.release import Wheel, read_wheels
 
@@ -33,6 +35,7 @@ WITHOUT = {
     "astrai_infer.task": {"torch"},
     "astrai_infer.queue": {"torch"},
     "astrai_infer.cache.allocator": {"torch"},
+    "astrai_infer.cache.prefix": {"torch"},
     "astrai_cli.main": {"torch", "astrai_core", "astrai_infer", "astrai_train"},
 }
 SOURCE_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h", ".cmake", ".sh"}
@@ -133,6 +136,23 @@ def test_the_layers_hold() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"[1-9]\d* kept, 0 broken", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("wheel", WHEELS.values(), ids=list(WHEELS))
+def test_a_wheel_requires_what_it_imports(wheel: Wheel) -> None:
+    """By itself or in an extra: what comes along with another requirement today may stay away tomorrow."""
+    distributions = importlib.metadata.packages_distributions()
+    required = {canonicalize_name(requirement.name) for _, requirement in wheel.requires}
+    missing = set()
+    for file in (wheel.folder / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {wheel.module}:
+                owners = {canonicalize_name(name) for name in distributions.get(top, [top])}
+                if not owners & required:
+                    missing.add(f"{file.relative_to(ROOT)} imports {top}")
+    assert missing == set()
 
 
 def imports_of_kernels(file: Path) -> bool:

@@ -98,7 +98,7 @@ def build(name: str, shared: Path) -> Path:
         if must:
             # One architecture: the code of the others is compiled by `make check` and by the release workflow.
             tools = {"CUDAARCHS": "90a-real", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-            options: list[str | Path] = ["--no-deps", "--no-build-isolation", "--wheel-dir", house]
+            options: list[str | Path] = ["--no-cache-dir", "--no-deps", "--no-build-isolation", "--wheel-dir", house]
             run(sys.executable, *PIP, "wheel", *options, WHEELS[name].folder, environment=CLEAN | tools)
     (wheel,) = house.glob("*.whl")
     return wheel

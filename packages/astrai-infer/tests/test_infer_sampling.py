@@ -42,7 +42,7 @@ def sample(tasks: list[Task], logits: torch.Tensor, positions=None) -> torch.Ten
     for task in tasks:
         info.admit(task)
     positions = torch.zeros(len(tasks), dtype=torch.long) if positions is None else positions
-    return SamplingPipeline(info).sample(logits, info.view(tuple(tasks)), positions)
+    return SamplingPipeline(info).sample(logits, info.view(tuple(tasks)), positions)[0]
 
 
 def reference_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -215,6 +215,24 @@ def test_draw_never_picks_an_excluded_column(values, u):
     logits = torch.tensor([[0.5, *values]])
     picked = strategies.draw(logits, torch.tensor([u], dtype=torch.float64)).item()
     assert torch.isfinite(logits[0, picked])
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.7, "top_k": 12, "top_p": 0.8}, {"top_p": 0.5}, {"temperature": 2.0}]
+)
+def test_processed_logprobs_are_of_the_filtered_distribution(params):
+    """Rule 4: processed = after temperature and filters, -inf where they exclude; raw = the model's logits."""
+    params = SamplingParams(**params, logprobs=VOCAB, logprobs_mode="processed")
+    logits = torch.randn(1, VOCAB)
+    task = make_task(0, params)
+    info = SamplingBatchInfo(1, VOCAB, CPU)
+    info.admit(task)
+    _, (entry,) = SamplingPipeline(info).sample(logits, info.view((task,)), torch.zeros(1, dtype=torch.long))
+    found = torch.empty(VOCAB)
+    for token, logprob in entry.top:
+        found[token] = logprob
+    torch.testing.assert_close(found.exp(), reference_probs(logits[0], params), atol=1e-6, rtol=1e-5)
+    assert entry.logprob == found[entry.token_id] > -torch.inf
 
 
 def test_token_logprobs():

@@ -69,6 +69,8 @@ class SamplingParams(BaseConfig):
     """Log-probabilities of the sampled tokens and of this many likeliest ones."""
     prompt_logprobs: Int | None = Field(default=None, ge=0, le=100)
     """The same for the tokens of the prompt."""
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    """Log-softmax of the model's own logits, or of what is left after penalties, temperature and filters."""
     presence_penalty: Float = Field(default=0.0, ge=-2, le=2)
     """Subtracted once from the logit of every token in the penalised history."""
     frequency_penalty: Float = Field(default=0.0, ge=-2, le=2)
@@ -158,7 +160,7 @@ class Usage(BaseConfig):
 
 @dataclass(frozen=True, config=CONFIG)
 class TokenLogprobs(BaseConfig):
-    """Natural log-probabilities at one position, of the model's logits before temperature and filters."""
+    """Natural log-probabilities at one position; see :attr:`SamplingParams.logprobs_mode`."""
 
     token_id: int
     logprob: Annotated[float, Field(allow_inf_nan=True)]

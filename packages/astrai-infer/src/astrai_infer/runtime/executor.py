@@ -9,7 +9,6 @@ from torch import Tensor
 
 from astrai_core.attention.backend import AttentionBackend
 from astrai_core.model.transformer import CausalLM
-from astrai_core.types import TokenLogprobs
 from astrai_infer.cache.pool import PagePool
 from astrai_infer.runtime.workspace import InferenceWorkspace
 from astrai_infer.sampling.batch_info import SamplingBatchInfo
@@ -62,15 +61,9 @@ class Executor:
             return StepResult([], [], prompt_logprobs)
         if plan.spans:
             logits = logits[self._tensor(plan.sample_at)]
-        sampled = self.pipeline.sample(logits, self.info.view(tasks), self._tensor([task.total_len for task in tasks]))
-        return StepResult(sampled.tolist(), self._logprobs(logits, sampled, tasks), prompt_logprobs)
-
-    def _logprobs(self, logits: Tensor, tokens: Tensor, tasks: tuple[Task, ...]) -> list[TokenLogprobs | None]:
-        entries: list[TokenLogprobs | None] = [None] * len(tasks)
-        for i, task in enumerate(tasks):
-            if task.params.logprobs is not None:
-                entries[i] = token_logprobs(logits[i : i + 1], tokens[i : i + 1], task.params.logprobs)[0]
-        return entries
+        positions_sampled = self._tensor([task.total_len for task in tasks])
+        sampled, logprobs = self.pipeline.sample(logits, self.info.view(tasks), positions_sampled)
+        return StepResult(sampled.tolist(), logprobs, prompt_logprobs)
 
     def _tensor(self, values: object) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self.model.device, non_blocking=True)

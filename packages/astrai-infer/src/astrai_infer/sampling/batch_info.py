@@ -41,6 +41,7 @@ class SamplingView:
     any_penalty: bool
     any_rule: bool
     """Some task has a logit_bias, allowed_token_ids or min_tokens."""
+    any_logprobs: bool
 
 
 class SamplingBatchInfo:
@@ -130,6 +131,7 @@ class SamplingBatchInfo:
             seed=seed,
             groups={width: torch.tensor(index, device=self.device) for width, index in groups.items()},
             any_penalty=any(p.counts_history for p in params),
+            any_logprobs=any(p.logprobs is not None for p in params),
             any_rule=any(p.logit_bias or p.allowed_token_ids is not None or p.min_tokens for p in params),
         )
         return self._view

@@ -16,7 +16,9 @@ class SamplingPipeline:
     def __init__(self, info: SamplingBatchInfo) -> None:
         self.info = info
 
-    def sample(self, logits: Tensor, view: SamplingView, positions: Tensor) -> Tensor:
+    def sample(
+        self, logits: Tensor, view: SamplingView, positions: Tensor
+    ) -> tuple[Tensor, list[TokenLogprobs | None]]:
         """Sample one token per row.
 
         Parameters
@@ -28,7 +30,7 @@ class SamplingPipeline:
 
         Returns
         -------
-        ``[batch]`` int64
+        (token ids ``[batch]`` int64, log-probabilities of the rows that asked for them)
         """
         scores = logits.float()
         if view.any_penalty:
@@ -39,7 +41,29 @@ class SamplingPipeline:
         for width, index in view.groups.items():
             tokens[index] = _draw(scores, view, positions, width, index)
         self.info.record(view, tokens)
-        return tokens
+        if not view.any_logprobs:
+            return tokens, [None] * len(view.tasks)
+        return tokens, [self._logprobs(logits, scores, tokens, view, i) for i in range(len(view.tasks))]
+
+    def _logprobs(
+        self, logits: Tensor, scores: Tensor, tokens: Tensor, view: SamplingView, i: int
+    ) -> TokenLogprobs | None:
+        params, row = view.tasks[i].params, slice(i, i + 1)
+        if params.logprobs is None:
+            return None
+        source = logits[row] if params.logprobs_mode == "raw" else _processed(scores[row], view, i)
+        return token_logprobs(source, tokens[row], params.logprobs)[0]
+
+
+def _processed(scores: Tensor, view: SamplingView, i: int) -> Tensor:
+    """Return the scores ``[1, vocab]`` after temperature and filters, -inf where they exclude a token."""
+    row = slice(i, i + 1)
+    if view.tasks[i].params.greedy:
+        return scores
+    scores = scores / view.temperature[row].unsqueeze(1)
+    values, ids = scores.sort(dim=1, descending=True, stable=True)
+    kept = strategies.filter_sorted(values, view.top_k[row], view.top_p[row], view.min_p[row], scores.logsumexp(1))
+    return torch.empty_like(scores).scatter_(1, ids, kept)
 
 
 def _draw(scores: Tensor, view: SamplingView, positions: Tensor, width: Width, index: Tensor) -> Tensor:

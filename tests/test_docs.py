@@ -1,4 +1,4 @@
-"""What the READMEs show is what happens: their Python runs, the commands they name exist."""
+"""What the documents show is what happens: their Python runs, and the commands, targets and types they name exist."""
 
 from __future__ import annotations
 
@@ -57,6 +57,18 @@ def test_the_targets_of_the_readme_exist() -> None:
     targets = set(re.findall(r"\bmake ([a-z]+)\b", text))
     assert {"demo", "test", "help"} <= targets
     subprocess.run(["make", "--dry-run", *sorted(targets)], cwd=ROOT, capture_output=True, check=True)
+
+
+def test_the_types_of_the_architecture_exist() -> None:
+    """A row of the table of types is a class of that wheel, or is marked as coming later."""
+    text = (ROOT / "docs/developer/architecture.md").read_text()
+    table = text.split("## The types that everything speaks")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([A-Z]\w+(?:, [A-Z]\w+)*) \| (\w+) \|", table, re.MULTILINE)
+    assert len(rows) > 10
+    for names, wheel in rows:
+        source = "\n".join(file.read_text() for file in (ROOT / f"packages/astrai-{wheel}/src").rglob("*.py"))
+        missing = [name for name in names.split(", ") if not re.search(rf"^class {name}\b", source, re.MULTILINE)]
+        assert not missing, f"astrai-{wheel} has no {missing}"
 
 
 @pytest.mark.parametrize("name", NAMES)
