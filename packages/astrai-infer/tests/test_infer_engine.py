@@ -67,8 +67,9 @@ def case(request):
         {"max_num_seqs": 8, "max_batch_tokens": 9},
         {"max_num_seqs": 3, "max_batch_tokens": 64, "page_size": 1},
         {"max_num_seqs": 8, "max_batch_tokens": 33, "n_pages": 8},
+        {"max_num_seqs": 4, "max_batch_tokens": 33, "cache_mode": "contiguous"},
     ],
-    ids=["batched", "chunked", "page1", "preempted"],
+    ids=["batched", "chunked", "page1", "preempted", "contiguous"],
 )
 def test_greedy_depends_on_the_prompt_alone(case, config):
     """Rule 1, rows S2 and S3: not batch mates, chunks, page size nor preemption change a token."""
@@ -308,9 +309,26 @@ def test_a_dead_loop_fails_its_waiters_and_refuses_new_requests():
             subject.generate([0])
         with pytest.raises(EngineError, match="the engine is closed"):
             subject.generate([0])
+        assert subject.health().status == "stopped"
     finally:
         subject.close()
         threading.excepthook = silent
+
+
+def test_health_is_live():
+    """Rule 10."""
+    with scripted("x" * 250, max_num_seqs=1) as subject:
+        stream = subject.generate([[0], [0]], SamplingParams(temperature=0.0), stream=True)
+        next(stream)
+        health = subject.health()
+        assert (health.status, health.n_running, health.n_waiting) == ("ok", 1, 1)
+        assert health.n_steps > 0
+        assert health.n_pages_used > 0
+        subject.pause()
+        assert subject.health().status == "paused"
+        subject.resume()
+        assert len([delta for delta in stream if delta.completion]) == 2
+        assert subject.health().n_pages_used == 0
 
 
 def test_closing_ends_what_runs():

@@ -12,7 +12,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from astrai_infer.cache.allocator import PageAllocator
-from astrai_infer.cache.pool import PagePool
+from astrai_infer.cache.pool import SCRATCH_SLOTS, PagePool
 from astrai_infer.cache.storage import KVSpec
 from astrai_infer.runtime.workspace import Buffer, InferenceWorkspace
 
@@ -26,7 +26,7 @@ def pool(n_pages: int = 6, page_size: int = 4, n_rows: int = 3, max_seq_len: int
 def test_storage_shape():
     """C1: four dimensions, one index."""
     subject = pool()
-    assert subject.storage.k_buffer.shape == subject.storage.v_buffer.shape == (2, (6 + 1) * 4, 3, 4)
+    assert subject.storage.k_buffer.shape == subject.storage.v_buffer.shape == (2, 6 * 4 + 16, 3, 4)
     assert SPEC.token_bytes == 2 * 2 * 3 * 4 * 4
 
 
@@ -36,7 +36,7 @@ def test_storage_shape():
 )
 def test_random_use_keeps_every_invariant(actions, page_size):
     """Lengths are tracked (C3); a slot that two requests share holds the same tokens at the same place for both; the
-    scratch page belongs to nobody; ``free + cached + used == total`` always (rules 6 and 8)."""
+    scratch slots belong to nobody; ``free + cached + used == total`` always (rules 6 and 8)."""
     subject = pool(page_size=page_size)
     live: dict[int, list[int]] = {}
     written: dict[int, tuple[int, ...]] = {}
@@ -70,7 +70,7 @@ def test_random_use_keeps_every_invariant(actions, page_size):
         for row, tokens in live.items():
             slots = subject.req_to_token.host[row, : len(tokens)].tolist()
             assert len(set(slots)) == len(slots)
-            assert all(page_size <= slot < subject.storage.size for slot in slots), "page 0 is the scratch page"
+            assert all(0 <= slot < subject.storage.size - SCRATCH_SLOTS for slot in slots), "scratch is nobody's"
             for position, slot in enumerate(slots):
                 written[slot] = tuple(tokens[: position + 1])
             subject.record(row, tokens, len(tokens))
@@ -180,6 +180,19 @@ def test_steady_steps_equal_fresh_ones(steps):
         ]
         assert addresses(workspace) == before
     note(f"{steady} steady steps")
+
+
+def test_contiguous_is_the_identity_allocation():
+    """C6: row r owns slots ``r * page_size ..``, in order, and nothing else changes."""
+    subject = PagePool(SPEC, 3, 16, 3, 16, torch.device("cpu"), prefix_cache=False, contiguous=True)
+    rows = [subject.admit([1] * n, "w")[0] for n in (3, 16, 5)]
+    assert sorted(rows) == [0, 1, 2]
+    assert subject.admit([1], "w") is None, "no row is left"
+    for row in rows:
+        assert subject.extend(row, 16)
+        assert subject.req_to_token.host[row].tolist() == list(range(16 * row, 16 * row + 16))
+    subject.release(rows[1])
+    assert subject.admit([2] * 4, "w") == (rows[1], 0)
 
 
 def test_releasing_twice_is_caught():

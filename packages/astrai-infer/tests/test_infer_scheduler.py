@@ -69,7 +69,8 @@ class Harness:
         device = torch.device("cpu")
         self.pool = PagePool(SPEC, n_pages, page_size, max_num_seqs, 64, device, prefix_cache=prefix_cache)
         self.runner = Runner(self.pool, self.config.max_batch_tokens)
-        self.scheduler = InferenceScheduler(self.config, self.pool, self.runner, self.make_tasks)
+        self.now_s = 0.0
+        self.scheduler = InferenceScheduler(self.config, self.pool, self.runner, self.make_tasks, lambda: self.now_s)
         self.finals: dict[str, list[Delta]] = {}
         self.asked: dict[str, tuple[tuple[int, ...], int | None]] = {}
 
@@ -249,3 +250,17 @@ def test_the_request_served_last_is_preempted_and_resumes_from_its_own_pages():
     harness.check_answers()
     assert set(preempted) == {"young"}
     assert list(harness.finals) == ["old", "young"]
+
+
+def test_progress_is_told_on_a_virtual_clock():
+    """Rule 10: health shows the time since the last step, so a hanging device can be seen."""
+    harness = Harness(n_pages=40, page_size=8, max_num_seqs=1, budget=8)
+    harness.now_s = 5.0
+    assert harness.scheduler.seconds_since_step == 5.0
+    harness.submit("a", (1,), 3)
+    harness.submit("b", (1,), 3)
+    assert harness.scheduler.n_waiting == 2
+    harness.scheduler.step()
+    assert (harness.scheduler.n_waiting, harness.scheduler.seconds_since_step) == (1, 0.0)
+    harness.now_s += 7.0
+    assert harness.scheduler.seconds_since_step == 7.0

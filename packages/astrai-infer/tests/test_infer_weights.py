@@ -44,7 +44,7 @@ def test_new_weights_serve_at_once_and_nothing_stale_is_found():
 def test_a_running_request_keeps_its_tokens_and_recomputes_the_rest():
     """What comes after the swap equals a fresh run of the new weights over everything before it."""
     subject = engine(0)
-    tasks = subject.make_tasks(Request(prompt_token_ids=PROMPT, params=GREEDY), lambda delta: None)
+    tasks = subject.tasks.make(Request(prompt_token_ids=PROMPT, params=GREEDY), lambda delta: None)
     subject.scheduler.submit(tasks)
     for _ in range(6):
         subject.scheduler.step()

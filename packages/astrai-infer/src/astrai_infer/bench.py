@@ -138,7 +138,7 @@ class EngineBench:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         for ids in prompts(batch, prompt_len, self.model.config.vocab_size):
             request = Request(prompt_token_ids=tuple(ids), params=params)
-            engine.scheduler.submit(engine.make_tasks(request, lambda delta: None))
+            engine.scheduler.submit(engine.tasks.make(request, lambda delta: None))
         return engine.scheduler.step
 
     def _timed(self, run: Callable[[], object]) -> float:

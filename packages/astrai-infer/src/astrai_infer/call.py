@@ -80,3 +80,10 @@ def refusal(error: str, request_id: str, index: int, prompt_index: int) -> Delta
         error=error,
     )
     return Delta.of("", (), index, completion, prompt_index)
+
+
+def as_ids(value: Any) -> tuple[int, ...]:
+    """Token ids from none, one or a list of them."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

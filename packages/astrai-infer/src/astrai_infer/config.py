@@ -23,6 +23,8 @@ class EngineConfig(BaseConfig):
     """Requests that may wait; one more is refused."""
     page_size: Literal[1, 8, 16, 32, 64] = 16
     """Tokens per page of the KV cache."""
+    cache_mode: Literal["paged", "contiguous"] = "paged"
+    """"contiguous" reserves one piece of the cache per sequence: no prefix cache, no preemption."""
     prefix_cache: bool = True
     """Keep keys and values of finished requests and reuse them for prompts that begin alike."""
     kv_cache_bytes: int | None = Field(default=None, gt=0)

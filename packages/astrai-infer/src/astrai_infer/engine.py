@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
-import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, cast, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 
@@ -19,29 +17,19 @@ from astrai_core.attention.backend import resolve_backend
 from astrai_core.auto import load_model, resolve_device
 from astrai_core.checkpoint.hf_adapter import load_tensors
 from astrai_core.checkpoint.source import open_source
-from astrai_core.errors import AstraiError, ConfigError, EngineError, RequestError
+from astrai_core.errors import AstraiError, ConfigError, EngineError
 from astrai_core.model.transformer import CausalLM
 from astrai_core.tokenizer.tokenizer import Tokenizer
-from astrai_core.types import MAX_SEED, Request, SamplingParams
+from astrai_core.types import Request
+from astrai_infer.admission import TaskFactory
 from astrai_infer.cache.pool import PagePool
 from astrai_infer.cache.sizing import context_len, plan_cache
-from astrai_infer.call import (
-    Call,
-    Message,
-    Params,
-    Prompt,
-    Prompts,
-    Result,
-    is_conversation,
-    is_list_of_prompts,
-    params_for,
-    refusal,
-)
+from astrai_infer.call import Call, Params, Prompt, Prompts, Result, as_ids, is_list_of_prompts, params_for, refusal
 from astrai_infer.config import EngineConfig
+from astrai_infer.metrics import Health
 from astrai_infer.runtime.executor import Executor
 from astrai_infer.scheduler import InferenceScheduler
-from astrai_infer.task import Delta, Task
-from astrai_infer.text.detokenize import TextStream
+from astrai_infer.task import Delta
 
 
 class InferenceEngine:
@@ -70,7 +58,7 @@ class InferenceEngine:
         self.name = name
         self.generation_config = dict(generation_config or {})
         self.eos_ids = frozenset(tokenizer.eos_token_ids) | frozenset(
-            _as_ids(self.generation_config.get("eos_token_id"))
+            as_ids(self.generation_config.get("eos_token_id"))
         )
         if self.config.pack_weights:
             model.pack_weights()
@@ -79,17 +67,25 @@ class InferenceEngine:
         self.pool = PagePool(
             plan.spec,
             plan.n_pages,
-            self.config.page_size,
-            self.config.max_num_seqs,
+            plan.page_size,
+            plan.n_rows,
             plan.max_seq_len,
             model.device,
-            prefix_cache=self.config.prefix_cache,
+            prefix_cache=self.config.prefix_cache and self.config.cache_mode == "paged",
+            contiguous=self.config.cache_mode == "contiguous",
         )
         backend = resolve_backend(self.config.backend, model.device, model.config.head_dim)
-        executor = Executor(model, self.pool, backend, self.config.max_num_seqs, self.config.max_batch_tokens)
-        self.scheduler = InferenceScheduler(self.config, self.pool, executor, self.make_tasks)
+        self.tasks = TaskFactory(
+            tokenizer,
+            vocab_size=model.config.vocab_size,
+            eos_ids=self.eos_ids,
+            max_seq_len=plan.max_seq_len,
+            capacity=self.pool.capacity,
+            seed=self.config.seed,
+        )
+        executor = Executor(model, self.pool, backend, plan.n_rows, self.config.max_batch_tokens)
+        self.scheduler = InferenceScheduler(self.config, self.pool, executor, self.tasks.make)
         self._request_numbers = itertools.count(1)
-        self._seeds = random.Random(self.config.seed)
         self._thread: threading.Thread | None = None
         self._closed = False
         self._weights_whole = True
@@ -179,6 +175,22 @@ class InferenceEngine:
         """End a request before the next step; its choices finish with reason "abort"."""
         self.scheduler.abort(request_id)
 
+    def health(self) -> Health:
+        """Describe what the engine is doing now; any thread may ask at any time, also during a step."""
+        scheduler, allocator = self.scheduler, self.pool.allocator
+        return Health(
+            status="stopped" if self._closed else "paused" if scheduler.paused else "ok",
+            n_running=len(scheduler.running),
+            n_waiting=scheduler.n_waiting,
+            n_steps=scheduler.n_steps,
+            seconds_since_step=scheduler.seconds_since_step,
+            n_preemptions=scheduler.n_preemptions,
+            n_pages_free=allocator.n_free,
+            n_pages_cached=allocator.n_cached,
+            n_pages_used=allocator.n_used,
+            weight_version=scheduler.weight_version,
+        )
+
     def pause(self) -> None:
         """Run no further step until :meth:`resume`; live requests keep their place, new ones queue up."""
         self.scheduler.pause()
@@ -244,26 +256,8 @@ class InferenceEngine:
         self.close()
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Turn one prompt into token ids: text as it is, a conversation through the chat template.
-
-        Raises
-        ------
-        RequestError
-            If the prompt is empty or neither text, messages nor ids.
-        ChatTemplateError
-            If the template is missing or refuses the messages.
-        """
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt) if prompt else []
-        elif is_conversation(prompt):
-            ids = self.tokenizer.apply_chat_template(list(cast("Sequence[Message]", prompt)))
-        elif isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt):
-            ids = [int(token) for token in cast("Sequence[int]", prompt)]
-        else:
-            raise RequestError(f"a prompt is text, a list of messages or a list of token ids, not {prompt!r:.60}")
-        if not ids:
-            raise RequestError("the prompt is empty; give at least one token")
-        return ids
+        """Turn one prompt into token ids; see :meth:`TaskFactory.encode`."""
+        return self.tasks.encode(prompt)
 
     def _start(self, prompts: Any, params: Any, deliver: Callable[[Delta], None]) -> Call:
         """Queue all prompts of a call; a list's bad prompts are answered at once with an error completion."""
@@ -280,7 +274,7 @@ class InferenceEngine:
             call.request_ids.append(request_id)
             try:
                 request = Request(prompt_token_ids=tuple(self.encode(prompt)), params=sampling, request_id=request_id)
-                self.scheduler.submit(self.make_tasks(request, deliver, prompt_index=i))
+                self.scheduler.submit(self.tasks.make(request, deliver, prompt_index=i))
             except AstraiError as error:
                 if single:
                     raise
@@ -321,53 +315,6 @@ class InferenceEngine:
             for request_id in call.request_ids:
                 self.scheduler.abort(request_id)
 
-    def make_tasks(self, request: Request, on_delta: Callable[[Delta], None], prompt_index: int = 0) -> list[Task]:
-        """Check a request against the model and make a task for each of its n choices."""
-        params, prompt = request.params, request.prompt_token_ids
-        self._check_ids(prompt, params)
-        if len(prompt) >= self.max_seq_len:
-            raise RequestError(
-                f"prompt has {len(prompt)} tokens, max_seq_len is {self.max_seq_len} for prompt and completion; "
-                "shorten the prompt or raise max_seq_len"
-            )
-        eos = frozenset() if params.ignore_eos else self.eos_ids
-        return [
-            Task(
-                request.request_id,
-                prompt,
-                params,
-                seed=self._seed(params.seed, index),
-                max_total_len=min(self.max_seq_len, self.pool.capacity),
-                stop_ids=eos | frozenset(params.stop_token_ids),
-                text=TextStream(self.tokenizer, params),
-                on_delta=on_delta,
-                index=index,
-                prompt_index=prompt_index,
-                priority=request.priority,
-            )
-            for index in range(params.n)
-        ]
-
-    def _check_ids(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        vocab = self.model.config.vocab_size
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        for field, ids in (
-            ("prompt", prompt),
-            ("stop_token_ids", params.stop_token_ids),
-            ("allowed_token_ids", params.allowed_token_ids or ()),
-            ("logit_bias", tuple(params.logit_bias or ())),
-        ):
-            if ids and not (min(ids) >= 0 and max(ids) < vocab):
-                bad = next(i for i in ids if not 0 <= i < vocab)
-                raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {vocab}; correct it")
-
-    def _seed(self, seed: int | None, index: int) -> int:
-        """Derive a choice's seed; a request without one draws it from the engine's."""
-        if seed is None:
-            return self._seeds.getrandbits(63)
-        return random.Random(f"{seed}/{index}").randint(0, MAX_SEED)
-
     def _ensure_running(self) -> None:
         with self.scheduler.work:
             if self._thread is None:
@@ -387,9 +334,3 @@ class InferenceEngine:
             self._closed = True
             scheduler.fail_all(f"the engine stopped: {type(error).__name__}: {error}")
             raise
-
-
-def _as_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ class InferenceScheduler:
     ----------
     make_tasks
         Turns a request into its n tasks; raises RequestError for one that can never be served.
+    clock
+        Seconds, monotonic.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class InferenceScheduler:
         pool: Pool,
         executor: StepRunner,
         make_tasks: Callable[[Request, Callable[[Delta], None]], list[Task]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -66,6 +70,9 @@ class InferenceScheduler:
         """In the order in which they are served; the last is preempted first."""
         self._preempted = False
         self.n_steps = 0
+        self.n_preemptions = 0
+        self._clock = clock
+        self._last_step_s = clock()
         self.weight_version = 0
         self.paused = False
         self.work = threading.Condition()
@@ -78,6 +85,16 @@ class InferenceScheduler:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return not self.paused and bool(self.running or len(self.waiting) or self._arrived or self._aborted)
+
+    @property
+    def n_waiting(self) -> int:
+        """Tasks that are not admitted."""
+        return len(self.waiting) + len(self._arrived)
+
+    @property
+    def seconds_since_step(self) -> float:
+        """Seconds since the last step ended, or since the start."""
+        return self._clock() - self._last_step_s
 
     def submit(self, tasks: Sequence[Task]) -> None:
         """Queue tasks; any thread may call this.
@@ -94,9 +111,10 @@ class InferenceScheduler:
                     "and completion; shorten it or give the cache more memory"
                 )
         with self.work:
-            n_waiting = len(self.waiting) + len(self._arrived)
-            if n_waiting + len(tasks) > self.config.max_waiting:
-                raise RequestError(f"{n_waiting} requests are waiting, max_waiting allows no more; try again later")
+            if self.n_waiting + len(tasks) > self.config.max_waiting:
+                raise RequestError(
+                    f"{self.n_waiting} requests are waiting, max_waiting allows no more; try again later"
+                )
             self._arrived.extend(tasks)
             self.work.notify_all()
 
@@ -190,6 +208,7 @@ class InferenceScheduler:
             self._retire([item.task for item in batch.items], f"a step failed: {type(error).__name__}: {first_line}")
             return True
         self._process(batch, result)
+        self._last_step_s = self._clock()
         return True
 
     def _receive(self) -> None:
@@ -269,6 +288,7 @@ class InferenceScheduler:
 
     def _preempt(self, task: Task) -> None:
         self._preempted = True
+        self.n_preemptions += 1
         self._release(task)
         task.computed_len = 0
         task.n_preemptions += 1

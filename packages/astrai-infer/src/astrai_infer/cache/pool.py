@@ -14,8 +14,8 @@ from astrai_infer.cache.prefix import PrefixIndex
 from astrai_infer.cache.storage import KVSpec, KVStorage, ReqToTokenPool
 from astrai_infer.runtime.workspace import InferenceWorkspace
 
-SCRATCH_PAGES = 1
-"""Page 0 belongs to nobody: padded rows of a captured step write there."""
+SCRATCH_SLOTS = 16
+"""Slots behind the last page that belong to nobody: padded rows of a captured step write there."""
 
 
 @dataclass
@@ -57,6 +57,9 @@ class PagePool:
         Pages that requests can own.
     prefix_cache
         Keep the pages of finished requests, to be found by the tokens they hold.
+    contiguous
+        Identity allocation (row C6): a page holds a whole sequence and row r owns page r, so that the keys of a
+        request lie in one piece at ``r * page_size``. There is a page per row then, and no prefix cache.
     """
 
     def __init__(
@@ -69,12 +72,15 @@ class PagePool:
         device: torch.device,
         *,
         prefix_cache: bool = True,
+        contiguous: bool = False,
     ) -> None:
+        assert not contiguous or (n_pages == n_rows and page_size >= max_seq_len and not prefix_cache), "one page a row"
+        self.contiguous = contiguous
         self.page_size = page_size
         self.max_seq_len = max_seq_len
         self.prefix = PrefixIndex(page_size) if prefix_cache else None
-        self.allocator = PageAllocator(n_pages, SCRATCH_PAGES, self._forget)
-        self.storage = KVStorage(spec, (n_pages + SCRATCH_PAGES) * page_size, device)
+        self.allocator = PageAllocator(n_pages, on_evict=self._forget)
+        self.storage = KVStorage(spec, n_pages * page_size + SCRATCH_SLOTS, device)
         self.req_to_token = ReqToTokenPool(n_rows, max_seq_len, device)
         self.device = device
         self._free_rows = list(range(n_rows - 1, -1, -1))
@@ -112,6 +118,14 @@ class PagePool:
         """
         if not self._free_rows:
             return None
+        if self.contiguous:
+            pages = self.allocator.alloc(1)
+            assert pages is not None, "a free row has a free page"
+            row = pages[0]
+            self._free_rows.remove(row)
+            self._rows[row] = _Row([row])
+            self._write_table(row, 0, [row])
+            return row, 0
         found: list[int] = []
         parent = namespace
         if match and self.prefix is not None:

@@ -26,6 +26,9 @@ class CachePlan:
 
     spec: KVSpec
     n_pages: int
+    page_size: int
+    n_rows: int
+    """Requests that can run at once."""
     max_seq_len: int
 
 
@@ -54,21 +57,23 @@ def plan_cache(model: CausalLM, config: EngineConfig) -> CachePlan:
     wanted_len = context_len(model.config, config)
     dtype = model.dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
     spec = KVSpec.of(model.config, dtype)
-    page_bytes = spec.token_bytes * config.page_size
-    pages_per_seq = -(-wanted_len // config.page_size)
+    contiguous = config.cache_mode == "contiguous"
+    page_size = -(-wanted_len // 16) * 16 if contiguous else config.page_size
+    page_bytes = spec.token_bytes * page_size
+    pages_per_seq = -(-wanted_len // page_size)
     budget = config.kv_cache_bytes or _available_bytes(model.device, config)
     n_pages = min(budget // page_bytes, config.max_num_seqs * pages_per_seq)
     if n_pages < 1:
         raise ConfigError(f"the KV cache has {budget} bytes, one page needs {page_bytes}; raise kv_cache_bytes")
     if n_pages < pages_per_seq:
-        fits = n_pages * config.page_size
+        fits = n_pages * page_size
         if config.max_seq_len is not None and config.kv_cache_bytes is None:
             raise ConfigError(
                 f"max_seq_len {wanted_len} needs {pages_per_seq * page_bytes >> 20} MiB of KV cache, "
                 f"{budget >> 20} MiB are there ({fits} tokens); lower max_seq_len or raise memory_fraction"
             )
         logger.warning("the KV cache holds %d tokens, fewer than the context of %d", fits, wanted_len)
-    return CachePlan(spec, n_pages, wanted_len)
+    return CachePlan(spec, n_pages, page_size, n_pages if contiguous else config.max_num_seqs, wanted_len)
 
 
 def _available_bytes(device: torch.device, config: EngineConfig) -> int:

@@ -1,0 +1,117 @@
+"""From prompts and requests to tasks: what a model can be asked is checked here. No torch here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import cast
+
+from astrai_core.errors import RequestError
+from astrai_core.tokenizer.tokenizer import Tokenizer
+from astrai_core.types import MAX_SEED, Request, SamplingParams
+from astrai_infer.call import Message, Prompt, is_conversation
+from astrai_infer.task import Delta, Task
+from astrai_infer.text.detokenize import TextStream
+
+
+class TaskFactory:
+    """Makes the tasks of one model.
+
+    Parameters
+    ----------
+    eos_ids
+        Ids that end a completion unless the request ignores them.
+    max_seq_len
+        Longest prompt and completion together, in tokens.
+    capacity
+        Tokens that one request alone can hold in the KV cache.
+    seed
+        Seeds the requests that bring none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        max_seq_len: int,
+        capacity: int,
+        seed: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._max_seq_len = max_seq_len
+        self._capacity = capacity
+        self._seeds = random.Random(seed)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Turn one prompt into token ids: text as it is, a conversation through the chat template.
+
+        Raises
+        ------
+        RequestError
+            If the prompt is empty or neither text, messages nor ids.
+        ChatTemplateError
+            If the template is missing or refuses the messages.
+        """
+        if isinstance(prompt, str):
+            ids = self._tokenizer.encode(prompt) if prompt else []
+        elif is_conversation(prompt):
+            ids = self._tokenizer.apply_chat_template(list(cast("Sequence[Message]", prompt)))
+        elif isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt):
+            ids = [int(token) for token in cast("Sequence[int]", prompt)]
+        else:
+            raise RequestError(f"a prompt is text, a list of messages or a list of token ids, not {prompt!r:.60}")
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        return ids
+
+    def make(self, request: Request, on_delta: Callable[[Delta], None], prompt_index: int = 0) -> list[Task]:
+        """Check a request against the model and make a task for each of its n choices."""
+        params, prompt = request.params, request.prompt_token_ids
+        self._check_ids(prompt, params)
+        if len(prompt) >= self._max_seq_len:
+            raise RequestError(
+                f"prompt has {len(prompt)} tokens, max_seq_len is {self._max_seq_len} for prompt and completion; "
+                "shorten the prompt or raise max_seq_len"
+            )
+        eos = frozenset() if params.ignore_eos else self._eos_ids
+        return [
+            Task(
+                request.request_id,
+                prompt,
+                params,
+                seed=self._seed(params.seed, index),
+                max_total_len=min(self._max_seq_len, self._capacity),
+                stop_ids=eos | frozenset(params.stop_token_ids),
+                text=TextStream(self._tokenizer, params),
+                on_delta=on_delta,
+                index=index,
+                prompt_index=prompt_index,
+                priority=request.priority,
+            )
+            for index in range(params.n)
+        ]
+
+    def _check_ids(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        vocab = self._vocab_size
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        for field, ids in (
+            ("prompt", prompt),
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("logit_bias", tuple(params.logit_bias or ())),
+        ):
+            if ids and not (min(ids) >= 0 and max(ids) < vocab):
+                bad = next(i for i in ids if not 0 <= i < vocab)
+                raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {vocab}; correct it")
+
+    def _seed(self, seed: int | None, index: int) -> int:
+        """Derive a choice's seed; a request without one draws it from the engine's."""
+        if seed is None:
+            return self._seeds.getrandbits(63)
+        return random.Random(f"{seed}/{index}").randint(0, MAX_SEED)
