@@ -111,8 +111,11 @@ class Terminal:
         self.seen += match.end()
         return text
 
-    def exit_code(self) -> int:
+    def exit_code(self, seconds: float = 120) -> int:
+        end = time.monotonic() + seconds
         while True:
+            ready, _, _ = select.select([self.descriptor], [], [], max(0, end - time.monotonic()))
+            assert ready, f"still running after {seconds} s; it showed {self.shown!r}"
             try:
                 if not os.read(self.descriptor, 65536):
                     break
@@ -158,10 +161,12 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(
     chat.type(f"/save {file}\r")
     chat.wait_for("2 messages are in")
     assert json.loads(file.read_text())["messages"][1]["content"].startswith("12345678")
+    chat.wait_for("> ")  # a control key typed before the prompt would mean something else to the terminal
     chat.type("half a line\x03")
     chat.wait_for("Ctrl-D leaves")
     chat.type("/help\r")
     assert "/system TEXT" in chat.wait_for("Ctrl-C stops an answer")
+    chat.wait_for("> ")
     chat.type("\x04")
     assert chat.exit_code() == 0
 
