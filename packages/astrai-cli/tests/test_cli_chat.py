@@ -162,7 +162,9 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(
     chat.wait_for("2 messages are in")
     assert json.loads(file.read_text())["messages"][1]["content"].startswith("12345678")
     chat.wait_for("> ")  # a control key typed before the prompt would mean something else to the terminal
-    chat.type("half a line\x03")
+    chat.type("half a line")
+    chat.wait_for("half a line")
+    chat.type("\x03")
     chat.wait_for("Ctrl-D leaves")
     chat.type("/help\r")
     assert "/system TEXT" in chat.wait_for("Ctrl-C stops an answer")
