@@ -96,8 +96,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-PACKED_ROWS = range(2, 33)
-"""Row counts for which the packed layout wins on a CPU (one core, fp32, 576 x 49152: 8 rows 13 ms against 25 ms)."""
+PACKED_ROWS = range(1, 33)
+"""Row counts for which the packed layout wins on a CPU. All products of a SmolLM2-135M step in fp32 on two cores: one row
+29 ms against 45 ms, eight rows 71 ms against 97 ms on one core."""
 
 
 def can_pack(weight: Tensor) -> bool:
