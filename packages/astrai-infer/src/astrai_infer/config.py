@@ -36,7 +36,7 @@ class EngineConfig(BaseConfig):
     backend: str | None = None
     """Attention backend by name; None picks by priority (see ``ASTR_BACKEND``)."""
     pack_weights: bool = True
-    """On a CPU, keep a second copy of fp32 weights in the layout that batched decoding reads fastest."""
+    """On a CPU with room for it, keep a second copy of fp32 weights in the layout that decoding reads fastest."""
     seed: int = Field(default=0, ge=0)
     """Seeds the requests that bring no seed of their own."""
 

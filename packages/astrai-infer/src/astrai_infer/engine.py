@@ -23,7 +23,7 @@ from astrai_core.tokenizer.tokenizer import Tokenizer
 from astrai_core.types import Request
 from astrai_infer.admission import TaskFactory
 from astrai_infer.cache.pool import PagePool
-from astrai_infer.cache.sizing import context_len, plan_cache
+from astrai_infer.cache.sizing import can_hold_packed, context_len, plan_cache
 from astrai_infer.call import Call, Params, Prompt, Prompts, Result, as_ids, is_list_of_prompts, params_for, refusal
 from astrai_infer.config import EngineConfig
 from astrai_infer.metrics import Health
@@ -60,7 +60,8 @@ class InferenceEngine:
         self.eos_ids = frozenset(tokenizer.eos_token_ids) | frozenset(
             as_ids(self.generation_config.get("eos_token_id"))
         )
-        if self.config.pack_weights:
+        self._packs = self.config.pack_weights and can_hold_packed(model)
+        if self._packs:
             model.pack_weights()
         plan = plan_cache(model, self.config)
         self.max_seq_len = plan.max_seq_len
@@ -233,7 +234,7 @@ class InferenceEngine:
         with self.scheduler.between_steps(recompute=True):
             self._weights_whole = False
             load_tensors(self.model, tensors, "update_weights")
-            if self.config.pack_weights:
+            if self._packs:
                 self.model.pack_weights()
             self.scheduler.weight_version = version
             self._weights_whole = True

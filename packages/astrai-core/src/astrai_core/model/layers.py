@@ -37,10 +37,18 @@ class Linear(nn.Linear):
     """
 
     packed: Tensor | None = None
+    _packed_version = -1
+
+    def pack(self) -> None:
+        """Lay the weight out for few-row products on a CPU; without effect where such a layout does not exist."""
+        self.packed = ops.pack(self.weight) if ops.can_pack(self.weight) else None
+        self._packed_version = self.weight._version
 
     def forward(self, input: Tensor) -> Tensor:
         """Project ``[..., in_features]`` to ``[..., out_features]``."""
-        return ops.linear(input, self.weight, self.bias, self.packed)
+        # A weight that was changed in place since has another version: its old copy must not answer for it.
+        packed = self.packed if self.packed is not None and self._packed_version == self.weight._version else None
+        return ops.linear(input, self.weight, self.bias, packed)
 
 
 class FusedLinear(Linear):

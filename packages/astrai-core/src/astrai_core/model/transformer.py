@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from astrai_core import ops
 from astrai_core.attention.backend import AttentionBackend
 from astrai_core.attention.metadata import KVCache
 from astrai_core.attention.torch_native import causal_mask
@@ -72,7 +71,7 @@ class CausalLM(nn.Module):
         """
         for module in self.modules():
             if isinstance(module, Linear):
-                module.packed = ops.pack(module.weight) if ops.can_pack(module.weight) else None
+                module.pack()
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:

@@ -17,7 +17,7 @@ from astrai_infer.config import EngineConfig
 logger = logging.getLogger(__name__)
 
 CPU_SHARE = 0.25
-"""Part of a CPU machine's available memory that the cache may take (its pages are committed as they are written)."""
+"""Part of a CPU machine's memory that the cache may take (its pages are committed as they are written)."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,18 @@ def plan_cache(model: CausalLM, config: EngineConfig) -> CachePlan:
     return CachePlan(spec, n_pages, page_size, n_pages if contiguous else config.max_num_seqs, wanted_len)
 
 
+def can_hold_packed(model: CausalLM) -> bool:
+    """Whether a CPU machine has room for a second copy of the weights: they take a quarter of its memory at most."""
+    n_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return model.device.type == "cpu" and n_bytes <= CPU_SHARE * _physical_bytes()
+
+
 def _available_bytes(device: torch.device, config: EngineConfig) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * config.memory_fraction)
-    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE)
+    return int(_physical_bytes() * CPU_SHARE)
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

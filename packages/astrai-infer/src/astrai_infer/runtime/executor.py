@@ -41,14 +41,16 @@ class Executor:
         assert len(rows) == len(items), "every scheduled task has a row"
         workspace = self.workspace
         cache = self.pool.bind_tasks(rows, [item.n_tokens for item in items], workspace)
-        input_ids = workspace.input_ids.put(
-            [t for i in items for t in i.task.token_ids[i.start : i.start + i.n_tokens]]
-        )
-        positions = workspace.position_ids.put([p for i in items for p in range(i.start, i.start + i.n_tokens)])
+        if batch.n_tokens == len(items):
+            tokens, positions = [i.task.token_ids[i.start] for i in items], [i.start for i in items]
+        else:
+            tokens = [t for i in items for t in i.task.token_ids[i.start : i.start + i.n_tokens]]
+            positions = [p for i in items for p in range(i.start, i.start + i.n_tokens)]
+        input_ids, position_ids = workspace.input_ids.put(tokens), workspace.position_ids.put(positions)
         plan = _plan_logits(items)
         every = len(plan.rows) == batch.n_tokens
         logits = self.model.forward_paged(
-            input_ids, positions, cache, self.backend, None if every else self._tensor(plan.rows)
+            input_ids, position_ids, cache, self.backend, None if every else self._tensor(plan.rows)
         ).logits
         prompt_logprobs = {
             span.item: token_logprobs(
