@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 
 import pytest
 import torch
 
 from astrai_core import SamplingParams
-from astrai_core.errors import ChatTemplateError, ConfigError, EngineError, RequestError
+from astrai_core.errors import ChatTemplateError, RequestError
 from astrai_core.types import Request
-from astrai_infer import EngineConfig, InferenceEngine
-from astrai_infer.cache.storage import KVSpec
+from astrai_infer import InferenceEngine
 from astrai_infer.testing import EOS_ID, ScriptedModel, byte_tokenizer, tiny_model
+from astrai_infer.testing import scripted_engine as scripted
+from astrai_infer.testing import small_engine as engine
 
 TOKENIZER = byte_tokenizer()
 PROMPTS = [list(range(10 + i, 10 + i + length)) for i, length in enumerate([1, 5, 16, 17, 31, 40, 2, 63])]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-
-
-def engine(model, n_pages: int | None = None, **config) -> InferenceEngine:
-    """An engine whose KV cache has `n_pages` pages."""
-    if n_pages is not None:
-        config["kv_cache_bytes"] = n_pages * 16 * KVSpec.of(model.config, model.dtype).token_bytes
-    return InferenceEngine(model, TOKENIZER, EngineConfig(**config))
-
-
-def scripted(text: str, **config) -> InferenceEngine:
-    """An engine that writes `text` after a one-token prompt, then end of text."""
-    data = [*text.encode(), EOS_ID]
-    return engine(ScriptedModel(lambda _, position: data[min(position, len(data) - 1)]), **config)
 
 
 @torch.no_grad()
@@ -261,85 +248,6 @@ def test_conversations_go_through_the_template():
         assert bytes(ids) == b"<user>hi<assistant>"
 
 
-def test_abort_returns_pages_and_ends_the_waiter_once():
-    """Rule 7."""
-    with scripted("x" * 250, max_num_seqs=2) as subject:
-        stream = subject.generate([[0], [0], [0]], SamplingParams(temperature=0.0), stream=True)
-        first = next(stream)
-        for request_id in ["req-1", "req-2", "req-3", "req-1", "unknown"]:
-            subject.abort(request_id)
-        final = [delta for delta in [first, *stream] if delta.completion is not None]
-        assert sorted(delta.prompt_index for delta in final) == [0, 1, 2]
-        assert subject.pool.allocator.n_used == 0
-
-
-def test_dropping_a_stream_aborts_it():
-    with scripted("x" * 250) as subject:
-        stream = subject.generate([0], SamplingParams(temperature=0.0), stream=True)
-        next(stream)
-        stream.close()
-        subject.generate([0], SamplingParams(temperature=0.0, max_tokens=2))
-        assert not subject.scheduler.running
-
-
-def test_a_failing_step_ends_its_requests_and_the_engine_goes_on():
-    """Rule 10."""
-
-    def script(token, position):
-        if token == 13:
-            raise RuntimeError("boom")
-        return 65
-
-    with engine(ScriptedModel(script)) as subject:
-        with pytest.raises(EngineError, match="a step failed: RuntimeError: boom"):
-            subject.generate([13])
-        assert subject.generate([0], SamplingParams(max_tokens=2, temperature=0.0)).text == "AA"
-        assert subject.pool.allocator.n_used == 0
-
-
-def test_a_dead_loop_fails_its_waiters_and_refuses_new_requests():
-    def script(token, position):
-        raise KeyboardInterrupt
-
-    subject = engine(ScriptedModel(script))
-    silent = threading.excepthook
-    threading.excepthook = lambda args: None
-    try:
-        with pytest.raises(EngineError, match="the engine stopped: KeyboardInterrupt"):
-            subject.generate([0])
-        with pytest.raises(EngineError, match="the engine is closed"):
-            subject.generate([0])
-        assert subject.health().status == "stopped"
-    finally:
-        subject.close()
-        threading.excepthook = silent
-
-
-def test_health_is_live():
-    """Rule 10."""
-    with scripted("x" * 250, max_num_seqs=1) as subject:
-        stream = subject.generate([[0], [0]], SamplingParams(temperature=0.0), stream=True)
-        next(stream)
-        health = subject.health()
-        assert (health.status, health.n_running, health.n_waiting) == ("ok", 1, 1)
-        assert health.n_steps > 0
-        assert health.n_pages_used > 0
-        subject.pause()
-        assert subject.health().status == "paused"
-        subject.resume()
-        assert len([delta for delta in stream if delta.completion]) == 2
-        assert subject.health().n_pages_used == 0
-
-
-def test_closing_ends_what_runs():
-    subject = scripted("x" * 250)
-    stream = subject.generate([[0], [0]], SamplingParams(temperature=0.0), stream=True)
-    next(stream)
-    subject.close()
-    assert {delta.finish_reason for delta in stream if delta.completion} == {"error"}
-    subject.close()
-
-
 def test_asyncio():
     """S9: the same road for asyncio, concurrent and streamed."""
 
@@ -383,22 +291,3 @@ def test_logprobs_are_of_the_models_own_logits():
         assert entry.token_id in [token for token, _ in entry.top]
         best = expected[position - 1].topk(2).indices.tolist()
         assert [token for token, _ in entry.top][:2] == best
-
-
-def test_settings_are_checked():
-    with pytest.raises(ConfigError, match=r"max_seq_len is 999, the model's context is 256"):
-        scripted("x", max_seq_len=999)
-    with pytest.raises(ValueError, match="max_batch_tokens"):
-        EngineConfig(max_num_seqs=10, max_batch_tokens=5)
-    with pytest.raises(ConfigError, match="unknown field 'max_seqs'"):
-        InferenceEngine.from_pretrained("nowhere", max_seqs=3)
-    with pytest.raises(RequestError, match="2 SamplingParams for 1 prompts"), scripted("x") as subject:
-        subject.generate([1], [SamplingParams(), SamplingParams()])
-
-
-def test_the_queue_is_bounded():
-    subject = scripted("x", max_waiting=2)
-    params = SamplingParams(temperature=0.0, max_tokens=1)
-    requests = [Request(prompt_token_ids=(0,), params=params, request_id=str(i)) for i in range(3)]
-    with pytest.raises(RequestError, match="max_waiting allows no more"):
-        subject.scheduler.run_batch(requests)
