@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -144,8 +145,11 @@ def copy_model(model_dir: Path, tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def counting_dir(copy_model: Callable[..., Path]) -> Path:
-    """A copy whose answers are digits without an end."""
-    return copy_model("counting", chat_template=TEMPLATE.replace("assistant\n", "assistant 0"))
+    """A copy whose answers are digits without an end: minutes pass before its context is full."""
+    path = copy_model("counting", chat_template=TEMPLATE.replace("assistant\n", "assistant 0"))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 200_000}))
+    return path
 
 
 @pytest.fixture(scope="session")

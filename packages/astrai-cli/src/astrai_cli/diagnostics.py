@@ -14,7 +14,7 @@ import rich_click as click
 DEBUG = "astrai_cli.debug"
 """Key of ``Context.meta`` that is set by ``--debug``."""
 
-_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def failure(error: Exception) -> click.ClickException:

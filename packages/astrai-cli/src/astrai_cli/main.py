@@ -82,6 +82,7 @@ class App(click.RichGroup):
         extra.pop("standalone_mode", None)
         try:
             code = super().main(args, prog_name, standalone_mode=False, **extra)
+            sys.stdout.flush()
         except click.ClickException as error:
             diagnostics.print_failure(error)
             code = error.exit_code
@@ -89,8 +90,9 @@ class App(click.RichGroup):
             code = 130
         except OSError as error:  # the help itself could not be printed
             failed = diagnostics.failure(error)
-            diagnostics.print_failure(failed)
             code = failed.exit_code
+            if error.errno != errno.EPIPE:  # a reader that went away needs no word
+                diagnostics.print_failure(failed)
         sys.exit(code)
 
 
