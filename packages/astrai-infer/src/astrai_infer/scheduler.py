@@ -223,10 +223,12 @@ class InferenceScheduler:
         for task in [task for task in self.running if task.request_id in aborted]:
             self._release(task)
             task.finish("abort")
+            task.notify()
         dropped = [task for task in self.waiting if task.request_id in aborted]
         self.waiting.remove(dropped)
         for task in dropped:
             task.finish("abort")
+            task.notify()
 
     def _schedule(self) -> Batch:
         """Choose the step's work and take the pages it needs."""
@@ -315,6 +317,7 @@ class InferenceScheduler:
                 sampled += 1
                 if task.status == "finished":
                     self._release(task)
+                    task.notify()
 
     def _retire(self, tasks: list[Task], error: str) -> None:
         waiting = [task for task in tasks if task.row is None]
@@ -323,6 +326,7 @@ class InferenceScheduler:
             if task.row is not None:
                 self._release(task)
             task.finish("error", error=error)
+            task.notify()
 
 
 def _collect_into(slots: list[Completion | None]) -> Callable[[Delta], None]:

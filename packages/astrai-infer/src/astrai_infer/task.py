@@ -100,6 +100,7 @@ class Task:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.n_preemptions = 0
+        self._final: Delta | None = None
 
     @property
     def total_len(self) -> int:
@@ -154,7 +155,7 @@ class Task:
         stop_token_id: int | None = None,
         error: str | None = None,
     ) -> None:
-        """End the completion; the caller gets exactly one final delta."""
+        """End the completion; :meth:`notify` then gives the caller its one final delta."""
         tail, stop = self.text.end(stop_token_id)
         if stop is not None and reason == "length":
             reason, stop_reason = "stop", stop
@@ -187,7 +188,13 @@ class Task:
             weight_version=self.weight_version,
             error=error,
         )
-        self.on_delta(Delta.of(delta, new_ids, self.index, completion, self.prompt_index))
+        self._final = Delta.of(delta, new_ids, self.index, completion, self.prompt_index)
+
+    def notify(self) -> None:
+        """Hand the final delta to the caller; call it once, after the task's pages went back."""
+        assert self._final is not None, "only a finished task has a final delta"
+        self.on_delta(self._final)
+        self._final = None
 
 
 @dataclass(slots=True)
