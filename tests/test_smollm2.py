@@ -86,6 +86,68 @@ def test_greedy_tokens_up_to_the_first_near_tie(theirs, ours, tokenizer):
     assert compared > n, "the comparison must not end at the first token"
 
 
+WAYS = {
+    "alone": {"max_num_seqs": 1, "prefix_cache": False},
+    "batched": {"max_num_seqs": 4},
+    "chunks of 1": {"max_num_seqs": 1, "max_batch_tokens": 1},
+    "chunks of 3": {"max_num_seqs": 2, "max_batch_tokens": 3},
+    "chunks of 7": {"max_num_seqs": 4, "max_batch_tokens": 7},
+    "warm prefix cache": {"max_num_seqs": 4},
+    "preempted": {"max_num_seqs": 4, "n_pages": 5},
+    "streamed": {"max_num_seqs": 4},
+    "contiguous": {"max_num_seqs": 4, "max_batch_tokens": 16, "cache_mode": "contiguous"},
+}
+
+
+@pytest.fixture(scope="module")
+def served_alone():
+    """Tokens and logits of the first way, for the others to be compared with."""
+    return {}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_answer_whatever_the_way(ours, tokenizer, served_alone, way):
+    """Rule 1: tokens are identical, logits within 1e-5 of the largest one, alone or in any company and order."""
+    settings = {"max_seq_len": 128, **WAYS[way]}
+    if pages := settings.pop("n_pages", None):
+        config = ours.config
+        token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+        settings["kv_cache_bytes"] = pages * 16 * token_bytes
+    ids = prompts(tokenizer)[0]
+    # The first needs its second page while the others hold all the rest, so the last, ours, is the one preempted.
+    mates = [] if settings["max_num_seqs"] == 1 else [list(range(504, 519)), [504, 3575, 282]]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    logits = []
+    with InferenceEngine(ours, tokenizer, EngineConfig(**settings)) as engine:
+        if way == "warm prefix cache":
+            engine.generate(ids, params)
+        pipeline = engine.scheduler.executor.pipeline
+        sample = pipeline.sample
+
+        def recording(step_logits, view, positions):
+            mine = [i for i, task in enumerate(view.tasks) if task.prompt_ids == tuple(ids)]
+            logits.extend(step_logits[mine].clone())
+            return sample(step_logits, view, positions)
+
+        pipeline.sample = recording
+        if way == "streamed":
+            stream = engine.generate([*mates, ids], params, stream=True)
+            deltas = [delta for delta in stream if delta.prompt_index == len(mates)]
+            tokens = tuple(token for delta in deltas for token in delta.token_ids)
+            assert "".join(deltas) == deltas[-1].completion.text == tokenizer.decode(tokens)
+        else:
+            completion = engine.generate([*mates, ids], params)[-1]
+            tokens = completion.token_ids
+            assert completion.usage.cached_tokens == ((len(ids) - 1) // 16 * 16 if way == "warm prefix cache" else 0)
+        assert (engine.scheduler.n_preemptions > 0) == (way == "preempted")
+    assert len(tokens) == len(logits) == 12
+    if way == "alone":
+        served_alone.update(tokens=tokens, logits=torch.stack(logits))
+    expected = served_alone["logits"]
+    assert tokens == served_alone["tokens"]
+    torch.testing.assert_close(torch.stack(logits), expected, atol=1e-5 * float(expected.abs().max()), rtol=0.0)
+
+
 def test_facts_of_the_model(tokenizer, ours):
     config = ours.config
     assert (config.model_type, config.hidden_size, config.num_hidden_layers) == ("llama", 576, 30)

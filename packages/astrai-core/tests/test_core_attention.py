@@ -121,12 +121,12 @@ def build(seq_lens, q_lens, spec: AttentionSpec, page_size: int, seed: int) -> t
         q_lens_host=tuple(q_lens),
     )
     q = torch.randn(sum(q_lens), spec.n_heads, spec.head_dim, generator=generator)
-    return KVCache(k, v, metadata), q
+    return KVCache((k[0],), (v[0],), (0,), (metadata,)), q
 
 
 def expected(cache: KVCache, q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
     """Softmax written out, one query and one head at a time."""
-    metadata, out, token = cache.metadata, torch.empty_like(q), 0
+    metadata, out, token = cache.groups[0], torch.empty_like(q), 0
     group = spec.n_heads // spec.n_kv_heads
     for row, (n, n_q) in enumerate(zip(metadata.seq_lens_host, metadata.q_lens_host, strict=True)):
         for i in range(n_q):
@@ -134,7 +134,7 @@ def expected(cache: KVCache, q: torch.Tensor, spec: AttentionSpec) -> torch.Tens
             first = 0 if spec.window is None else max(0, position - spec.window + 1)
             loc = metadata.req_to_token[row, first : position + 1].long()
             for head in range(spec.n_heads):
-                k, v = cache.k_buffer[0, loc, head // group], cache.v_buffer[0, loc, head // group]
+                k, v = cache.k_buffers[0][loc, head // group], cache.v_buffers[0][loc, head // group]
                 weights = ((k @ q[token, head]) * spec.scale).softmax(0)
                 out[token, head] = weights @ v
             token += 1
@@ -156,19 +156,37 @@ def test_torch_backend_equals_the_formula(lengths, page_size, window, heads):
     cache, q = build(seq_lens, q_lens, spec, page_size, seed=sum(seq_lens))
     backend = TorchNativeBackend()
     backend.plan(cache, (window,))
-    run = backend.fwd_decode if cache.metadata.phase == "decode" else backend.fwd_prefill
+    run = backend.fwd_decode if cache.phase == "decode" else backend.fwd_prefill
     torch.testing.assert_close(run(q, spec, cache), expected(cache, q, spec), atol=1e-5, rtol=0)
 
 
 def test_write_puts_each_token_at_its_slot():
     spec = AttentionSpec(layer=0, n_heads=2, n_kv_heads=1, head_dim=4)
     cache, _ = build([5, 3], [2, 1], spec, 2, seed=0)
-    before = cache.k_buffer.clone()
+    before = cache.k_buffers[0].clone()
     k, v = torch.randn(3, 1, 4), torch.randn(3, 1, 4)
     cache.write(0, k, v)
-    loc = cache.metadata.out_cache_loc
-    assert torch.equal(cache.k_buffer[0, loc], k)
-    assert torch.equal(cache.v_buffer[0, loc], v)
-    untouched = torch.ones(before.shape[1], dtype=torch.bool)
+    loc = cache.groups[0].out_cache_loc
+    assert torch.equal(cache.k_buffers[0][loc], k)
+    assert torch.equal(cache.v_buffers[0][loc], v)
+    untouched = torch.ones(before.shape[0], dtype=torch.bool)
     untouched[loc] = False
-    assert torch.equal(cache.k_buffer[0, untouched].nan_to_num(7.0), before[0, untouched].nan_to_num(7.0))
+    assert torch.equal(cache.k_buffers[0][untouched].nan_to_num(7.0), before[untouched].nan_to_num(7.0))
+
+
+def test_each_group_is_planned_for_the_windows_of_its_layers():
+    """Decision 4: a group that keeps a window is planned for that window only, since the rest of its table may be gone."""
+    spec = AttentionSpec(layer=0, n_heads=2, n_kv_heads=1, head_dim=4, window=3)
+    full, _ = build([9, 7], [1, 1], spec, 2, seed=0)
+    kept, _ = build([9, 7], [1, 1], spec, 2, seed=1)
+    kept.groups[0].window = 3
+    cache = KVCache(
+        (*full.k_buffers, *kept.k_buffers), (*full.v_buffers, *kept.v_buffers), (0, 1), (full.groups[0], kept.groups[0])
+    )
+    TorchNativeBackend().plan(cache, (None, 3))
+    assert [set(metadata.plan.decode) for metadata in cache.groups] == [{None}, {3}]
+    k_buffer, _, metadata = cache.of(1)
+    assert k_buffer is kept.k_buffers[0]
+    assert metadata is kept.groups[0]
+    TorchNativeBackend().plan(full, (None, 3))
+    assert set(full.groups[0].plan.decode) == {None, 3}, "a group that keeps everything serves every window"

@@ -24,7 +24,7 @@ def test_abort_returns_pages_and_ends_the_waiter_once():
             subject.abort(request_id)
         final = [delta for delta in [first, *stream] if delta.completion is not None]
         assert sorted(delta.prompt_index for delta in final) == [0, 1, 2]
-        assert subject.pool.allocator.n_used == 0
+        assert subject.pool.n_used == 0
 
 
 def test_dropping_a_stream_aborts_it():
@@ -48,7 +48,7 @@ def test_a_failing_step_ends_its_requests_and_the_engine_goes_on():
         with pytest.raises(EngineError, match="a step failed: RuntimeError: boom"):
             subject.generate([13])
         assert subject.generate([0], SamplingParams(max_tokens=2, temperature=0.0)).text == "AA"
-        assert subject.pool.allocator.n_used == 0
+        assert subject.pool.n_used == 0
 
 
 def test_a_dead_loop_fails_its_waiters_and_refuses_new_requests():

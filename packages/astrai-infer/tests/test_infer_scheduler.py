@@ -16,12 +16,13 @@ from astrai_infer.cache.pool import PagePool
 from astrai_infer.cache.storage import KVSpec
 from astrai_infer.config import EngineConfig
 from astrai_infer.scheduler import InferenceScheduler
-from astrai_infer.task import Batch, Delta, StepResult, Task
+from astrai_infer.task import Batch, BatchItem, Delta, StepResult, Task
 from astrai_infer.testing import EOS_ID, byte_tokenizer
 from astrai_infer.text.detokenize import TextStream
 
 TOKENIZER = byte_tokenizer()
-SPEC = KVSpec(n_layers=1, n_kv_heads=1, head_dim=2, dtype=torch.float32)
+Windows = dict[int | None, int]
+"""Pages of each group of layers, by its attention window (None: all keys)."""
 
 
 def next_token(tokens: list[int]) -> int:
@@ -37,6 +38,7 @@ class Runner:
         self.pool, self.budget = pool, budget
         self.fail_next = False
         self.failed: set[str] = set()
+        self.slots: list[dict[int, tuple[int, ...]]] = [{} for _ in pool.groups]
 
     def admit(self, task: Task) -> None:
         assert task.row is not None
@@ -52,22 +54,46 @@ class Runner:
         for item in batch.items:
             assert item.start == item.task.computed_len
             assert self.pool.length(item.task.row) == item.start + item.n_tokens
+            self.write_and_read(item)
             if item.samples:
                 tokens.append(next_token(item.task.token_ids))
         return StepResult(tokens, [None] * len(tokens))
+
+    def write_and_read(self, item: BatchItem) -> None:
+        """Every slot that the item's queries see holds the key of this very prefix, in every group of layers."""
+        tokens, end = item.task.token_ids, item.start + item.n_tokens
+        for group, held in zip(self.pool.groups, self.slots, strict=True):
+            table, window = group.req_to_token.host[item.task.row], group.spec.window
+            for position in range(item.start, end):
+                held[int(table[position])] = tuple(tokens[: position + 1])
+            for position in range(0 if window is None else max(0, item.start - window + 1), end):
+                assert held[int(table[position])] == tuple(tokens[: position + 1])
 
 
 class Harness:
     """A scheduler, its pool, and what each request must answer."""
 
     def __init__(
-        self, *, n_pages: int, page_size: int, max_num_seqs: int, budget: int, prefix_cache: bool = True
+        self, *, n_pages: int | Windows, page_size: int, max_num_seqs: int, budget: int, prefix_cache: bool = True
     ) -> None:
         self.config = EngineConfig(
             max_num_seqs=max_num_seqs, max_batch_tokens=max(budget, max_num_seqs), page_size=page_size
         )
-        device = torch.device("cpu")
-        self.pool = PagePool(SPEC, n_pages, page_size, max_num_seqs, 64, device, prefix_cache=prefix_cache)
+        pages: Windows = {None: n_pages} if isinstance(n_pages, int) else n_pages
+        specs = [
+            KVSpec("full" if window is None else "window", (layer,), 1, 2, torch.float32, window)
+            for layer, window in enumerate(pages)
+        ]
+        self.pool = PagePool(
+            specs,
+            list(pages.values()),
+            page_size,
+            max_num_seqs,
+            64,
+            torch.device("cpu"),
+            chunk_len=self.config.max_batch_tokens,
+            prefix_cache=prefix_cache,
+        )
         self.runner = Runner(self.pool, self.config.max_batch_tokens)
         self.now_s = 0.0
         self.scheduler = InferenceScheduler(self.config, self.pool, self.runner, self.make_tasks, lambda: self.now_s)
@@ -101,10 +127,12 @@ class Harness:
         self.asked[name] = (prompt, max_tokens)
 
     def check_counts(self) -> None:
-        allocator = self.pool.allocator
-        assert allocator.n_free + allocator.n_cached + allocator.n_used == allocator.n_pages
-        live = sum(self.pool.pages_for(self.pool.length(task.row)) for task in self.scheduler.running)
-        assert allocator.n_used <= live, "no page is used by nobody"
+        lens = [self.pool.length(task.row) for task in self.scheduler.running]
+        for group in self.pool.groups:
+            allocator, size = group.allocator, self.pool.page_size
+            assert allocator.n_free + allocator.n_cached + allocator.n_used == allocator.n_pages
+            live = sum(group.spec.pages_for(n, size, self.pool.chunk_len) for n in lens)
+            assert allocator.n_used <= live, "no page is used by nobody"
         assert len(self.scheduler.running) <= self.config.max_num_seqs
 
     def drain(self) -> None:
@@ -113,7 +141,7 @@ class Harness:
             if not self.scheduler.step():
                 break
         assert not self.scheduler.has_work, "nothing waits for ever"
-        assert self.pool.allocator.n_used == 0, "every page came back"
+        assert self.pool.n_used == 0, "every page came back"
 
     def check_answers(self, excused: set[str] = frozenset()) -> None:
         """Every request ended exactly once, and with what it would have said alone."""
@@ -150,14 +178,19 @@ actions = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(
     actions,
-    st.integers(2, 12),
+    st.one_of(
+        st.integers(2, 12),
+        st.dictionaries(st.sampled_from([None, 1, 4, 20]), st.integers(2, 12), min_size=1, max_size=3),
+    ),
     st.sampled_from([1, 8, 16]),
     st.integers(1, 5),
     st.integers(1, 40),
     st.booleans(),
 )
 def test_random_life(script, n_pages, page_size, max_num_seqs, budget, prefix_cache):
-    """Whatever happens to a request's neighbours, it says what it would have said alone, and no page is lost."""
+    """Whatever happens to a request's neighbours, it says what it would have said alone, no page is lost, and no key
+    that a query sees was overwritten, whatever windows the groups of layers have."""
+    prefix_cache = prefix_cache and isinstance(n_pages, int)
     harness = Harness(
         n_pages=n_pages, page_size=page_size, max_num_seqs=max_num_seqs, budget=budget, prefix_cache=prefix_cache
     )
@@ -184,17 +217,19 @@ def test_random_life(script, n_pages, page_size, max_num_seqs, budget, prefix_ca
             harness.runner.fail_next = True
         elif kind == "recompute":
             with harness.scheduler.between_steps(recompute=True):
-                assert harness.pool.allocator.n_free == harness.pool.allocator.n_pages
+                assert harness.pool.n_free == harness.pool.n_pages
         harness.check_counts()
     harness.drain()
     harness.check_answers(excused | harness.runner.failed)
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_random_steps():
-    """``free + cached + used == total`` after each of 100,000 steps of random traffic in a tight pool."""
+@pytest.mark.parametrize("n_pages", [14, {None: 14, 10: 12}, {7: 9}], ids=["full", "full+window", "window"])
+def test_a_hundred_thousand_random_steps(n_pages):
+    """``free + cached + used == total`` in every group after each of 100,000 steps of random traffic in tight pools."""
     chance = random.Random(0)
-    harness = Harness(n_pages=14, page_size=8, max_num_seqs=6, budget=24)
+    prefix_cache = isinstance(n_pages, int)
+    harness = Harness(n_pages=n_pages, page_size=8, max_num_seqs=6, budget=24, prefix_cache=prefix_cache)
     aborted: set[str] = set()
     steps = submitted = 0
     while steps < 100_000:
@@ -207,8 +242,7 @@ def test_a_hundred_thousand_random_steps():
             aborted.add(victim)
             harness.scheduler.abort(victim)
         steps += harness.scheduler.step()
-        allocator = harness.pool.allocator
-        assert allocator.n_free + allocator.n_cached + allocator.n_used == allocator.n_pages
+        harness.check_counts()
     harness.drain()
     assert set(harness.finals) == set(harness.asked)
     assert all(len(finals) == 1 for finals in harness.finals.values())

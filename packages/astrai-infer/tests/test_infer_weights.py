@@ -36,7 +36,7 @@ def test_new_weights_serve_at_once_and_nothing_stale_is_found():
         assert (old.weight_version, new.weight_version) == (0, 5)
         assert new.usage.cached_tokens == 0
         assert [parameter.data_ptr() for parameter in subject.model.parameters()] == addresses
-        assert subject.pool.allocator.n_used == 0
+        assert subject.pool.n_used == 0
         with pytest.raises(ConfigError, match="version is 5, it must be larger than 5"):
             subject.update_weights(copies(1), version=5)
 
@@ -79,8 +79,8 @@ def test_pause_and_sleep_change_no_output(how):
         steps = subject.scheduler.n_steps
         assert not subject.scheduler.step(), "a paused engine does nothing"
         if how == "sleep":
-            assert subject.pool.storage.k_buffer.numel() == 0
-            assert subject.pool.allocator.n_free == subject.pool.allocator.n_pages
+            assert all(group.storage.k_buffer.numel() == 0 for group in subject.pool.groups)
+            assert subject.pool.n_free == subject.pool.n_pages
         assert subject.scheduler.n_steps == steps
         with pytest.raises(EngineError, match="paused"):
             subject.scheduler.run_batch([Request(prompt_token_ids=PROMPT, params=GREEDY)])

@@ -150,7 +150,8 @@ class Usage(BaseConfig):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values were found in the prefix cache."""
+    """Prompt tokens whose keys and values were in the prefix cache before the request came. What another of its choices, or
+    the request itself before a preemption, has computed saves the same work but is not counted."""
 
     @property
     def total_tokens(self) -> int:

@@ -79,8 +79,9 @@ class TaskFactory:
                 "shorten the prompt or raise max_seq_len"
             )
         eos = frozenset() if params.ignore_eos else self._eos_ids
-        return [
-            Task(
+        tasks: list[Task] = []
+        for index in range(params.n):
+            task = Task(
                 request.request_id,
                 prompt,
                 params,
@@ -92,9 +93,10 @@ class TaskFactory:
                 index=index,
                 prompt_index=prompt_index,
                 priority=request.priority,
+                first=tasks[0] if tasks else None,
             )
-            for index in range(params.n)
-        ]
+            tasks.append(task)
+        return tasks
 
     def _check_ids(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
         vocab = self._vocab_size

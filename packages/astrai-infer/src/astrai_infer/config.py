@@ -26,7 +26,8 @@ class EngineConfig(BaseConfig):
     cache_mode: Literal["paged", "contiguous"] = "paged"
     """"contiguous" reserves one piece of the cache per sequence: no prefix cache, no preemption."""
     prefix_cache: bool = True
-    """Keep keys and values of finished requests and reuse them for prompts that begin alike."""
+    """Keep keys and values of finished requests and reuse them for prompts that begin alike. Without it, layers with
+    an attention window keep that window only, however long a sequence is."""
     kv_cache_bytes: int | None = Field(default=None, gt=0)
     """Memory of the KV cache; None sizes it from ``memory_fraction`` and what the limits above can use."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)

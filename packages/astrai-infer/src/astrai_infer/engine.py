@@ -66,12 +66,13 @@ class InferenceEngine:
         plan = plan_cache(model, self.config)
         self.max_seq_len = plan.max_seq_len
         self.pool = PagePool(
-            plan.spec,
+            plan.specs,
             plan.n_pages,
             plan.page_size,
             plan.n_rows,
             plan.max_seq_len,
             model.device,
+            chunk_len=self.config.max_batch_tokens,
             prefix_cache=self.config.prefix_cache and self.config.cache_mode == "paged",
             contiguous=self.config.cache_mode == "contiguous",
         )
@@ -178,7 +179,7 @@ class InferenceEngine:
 
     def health(self) -> Health:
         """Describe what the engine is doing now; any thread may ask at any time, also during a step."""
-        scheduler, allocator = self.scheduler, self.pool.allocator
+        scheduler, pool = self.scheduler, self.pool
         return Health(
             status="stopped" if self._closed else "paused" if scheduler.paused else "ok",
             n_running=len(scheduler.running),
@@ -186,9 +187,9 @@ class InferenceEngine:
             n_steps=scheduler.n_steps,
             seconds_since_step=scheduler.seconds_since_step,
             n_preemptions=scheduler.n_preemptions,
-            n_pages_free=allocator.n_free,
-            n_pages_cached=allocator.n_cached,
-            n_pages_used=allocator.n_used,
+            n_pages_free=pool.n_free,
+            n_pages_cached=pool.n_cached,
+            n_pages_used=pool.n_used,
             weight_version=scheduler.weight_version,
         )
 
@@ -198,15 +199,14 @@ class InferenceEngine:
 
     def resume(self) -> None:
         """Go on after :meth:`pause` or :meth:`sleep`; the KV cache's memory is taken again."""
-        if self.pool.storage.k_buffer.shape[1] == 0:
-            self.pool.storage.allocate()
+        self.pool.allocate()
         self.scheduler.resume()
 
     def sleep(self) -> None:
         """Pause and give the KV cache's memory back; live requests are recomputed after :meth:`resume`."""
         self.pause()
         with self.scheduler.between_steps(recompute=True):
-            self.pool.storage.free()
+            self.pool.free()
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copy new weights over the old ones, which keep their addresses.

@@ -21,4 +21,5 @@ class Health:
     n_pages_free: int
     n_pages_cached: int
     n_pages_used: int
+    """Pages are counted over all groups of layers; the three add up to the pages that there are."""
     weight_version: int

@@ -10,10 +10,9 @@ from astrai_infer.task import Task
 
 
 class TaskQueue:
-    """A bounded priority queue; a preempted task keeps its place by its first arrival."""
+    """A priority queue; a preempted task keeps its place by its first arrival."""
 
-    def __init__(self, max_waiting: int) -> None:
-        self.max_waiting = max_waiting
+    def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Task]] = []
         self._arrivals = itertools.count(1)
 
@@ -22,11 +21,6 @@ class TaskQueue:
 
     def __iter__(self) -> Iterator[Task]:
         return (task for _, task in self._heap)
-
-    @property
-    def full(self) -> bool:
-        """Whether a new task would be refused."""
-        return len(self._heap) >= self.max_waiting
 
     def push(self, task: Task) -> None:
         """Add a new task, or one that was preempted."""

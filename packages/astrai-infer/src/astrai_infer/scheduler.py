@@ -27,6 +27,10 @@ class Pool(Protocol):
     """What the scheduler asks of the KV pool (:class:`astrai_infer.cache.pool.PagePool`)."""
 
     @property
+    def page_size(self) -> int: ...
+    @property
+    def prefix(self) -> object | None: ...
+    @property
     def capacity(self) -> int: ...
     def admit(self, token_ids: Sequence[int], namespace: Hashable, *, match: bool) -> tuple[int, int] | None: ...
     def record(self, row: int, token_ids: Sequence[int], computed_len: int) -> None: ...
@@ -65,7 +69,7 @@ class InferenceScheduler:
         self.pool = pool
         self.executor = executor
         self._make_tasks = make_tasks
-        self.waiting = TaskQueue(config.max_waiting)
+        self.waiting = TaskQueue()
         self.running: list[Task] = []
         """In the order in which they are served; the last is preempted first."""
         self._preempted = False
@@ -197,7 +201,7 @@ class InferenceScheduler:
             return False
         self._receive()
         batch = self._schedule()
-        if not batch.items:
+        if not (batch.decodes or batch.chunks):
             return False
         self.n_steps += 1
         try:
@@ -232,33 +236,53 @@ class InferenceScheduler:
 
     def _schedule(self) -> Batch:
         """Choose the step's work and take the pages it needs."""
-        decodes: list[BatchItem] = []
+        decodes: list[Task] = []
         chunks: list[BatchItem] = []
         budget = self.config.max_batch_tokens
         prefilling = []
+        extend = self.pool.extend
         for task in self.running.copy():
-            if task.remaining_len > 1:
+            if len(task.token_ids) - task.computed_len > 1:
                 prefilling.append(task)
-            elif task.row is not None and self._make_room(task, 1):
-                decodes.append(BatchItem(task, task.computed_len, 1, True))
+            elif (row := task.row) is not None and (extend(row, 1) or self._make_room(task, 1)):
+                decodes.append(task)
         budget -= len(decodes)
         for task in prefilling:
             n_tokens = min(task.remaining_len, budget)
             if task.row is not None and n_tokens and self._make_room(task, n_tokens):
                 chunks.append(BatchItem(task, task.computed_len, n_tokens, n_tokens == task.remaining_len))
                 budget -= n_tokens
-        while budget and (head := self.waiting.peek()) is not None and self._admit(head):
+        deferred: list[Task] = []
+        while budget and (head := self.waiting.peek()) is not None:
+            if self._awaits_first_choice(head):
+                deferred.append(self.waiting.pop())
+                continue
+            # A deferred choice keeps its seat: nobody behind it in the queue takes the row that it will need.
+            if len(self.running) + len(deferred) >= self.config.max_num_seqs or not self._admit(head):
+                break
             n_tokens = min(head.remaining_len, budget)
             extended = self._make_room(head, n_tokens)
             assert extended, "admit promised room for everything the task has"
             chunks.append(BatchItem(head, head.computed_len, n_tokens, n_tokens == head.remaining_len))
             budget -= n_tokens
+        for task in deferred:
+            self.waiting.push(task)
         if self._preempted:  # what was chosen before its pages went to another
-            decodes = [item for item in decodes if item.task.row is not None]
+            decodes = [task for task in decodes if task.row is not None]
             chunks = [item for item in chunks if item.task.row is not None]
             self._preempted = False
-        items = decodes + sorted(chunks, key=lambda item: item.n_tokens > 1)
-        return Batch(items, sum(item.n_tokens for item in items))
+        chunks.sort(key=lambda item: item.n_tokens > 1)
+        return Batch(decodes, chunks)
+
+    def _awaits_first_choice(self, task: Task) -> bool:
+        """Whether the first choice of its request is still computing prompt pages that this one will find.
+
+        So n choices compute their prompt once. A first choice that waits itself stands before the others in the queue.
+        """
+        first, pool = task.first, self.pool
+        if first is None or first.row is None or pool.prefix is None or task.params.prompt_logprobs is not None:
+            return False
+        return first.computed_len < (len(task.prompt_ids) - 1) // pool.page_size * pool.page_size
 
     def _admit(self, task: Task) -> bool:
         """Move the first waiting task to the running ones if there is room for all it has."""
@@ -269,8 +293,9 @@ class InferenceScheduler:
             return False
         self.waiting.pop()
         task.row, task.computed_len = admission
-        if task.n_preemptions == 0:
-            task.cached_len = task.computed_len
+        if task.n_preemptions == 0:  # what the request's own first choice computed was not there before the request
+            first = task.first
+            task.cached_len = task.computed_len if first is None else min(task.computed_len, first.cached_len)
         task.status = "running"
         task.weight_version = self.weight_version
         self.executor.admit(task)
@@ -304,17 +329,26 @@ class InferenceScheduler:
 
     def _process(self, batch: Batch, result: StepResult) -> None:
         """Hand the step's results to their tasks and retire those that are done."""
-        sampled = 0
-        for i, item in enumerate(batch.items):
-            task, row = item.task, item.task.row
-            assert row is not None, "a task of the batch has a row"
-            if i in result.prompt_logprobs:
-                task.prompt_logprobs.extend(result.prompt_logprobs[i])
+        for i, entries in result.prompt_logprobs.items():
+            batch.chunks[i].task.prompt_logprobs.extend(entries)
+        sampled = zip(result.token_ids, result.logprobs, strict=True)
+        record = self.pool.record
+        # The decodes come first in the zip: when they are used up, nothing was taken from `sampled` for the chunks.
+        for task, (token_id, logprobs) in zip(batch.decodes, sampled, strict=False):
+            assert task.row is not None, "a task of the batch has a row"
+            task.computed_len += 1
+            record(task.row, task.token_ids, task.computed_len)
+            task.append(token_id, logprobs)
+            if task.status == "finished":
+                self._release(task)
+                task.notify()
+        for item in batch.chunks:
+            task = item.task
+            assert task.row is not None, "a task of the batch has a row"
             task.computed_len = item.start + item.n_tokens
-            self.pool.record(row, task.token_ids, task.computed_len)
+            record(task.row, task.token_ids, task.computed_len)
             if item.samples:
-                task.append(result.token_ids[sampled], result.logprobs[sampled])
-                sampled += 1
+                task.append(*next(sampled))
                 if task.status == "finished":
                     self._release(task)
                     task.notify()

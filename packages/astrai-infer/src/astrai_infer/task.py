@@ -25,6 +25,8 @@ class Delta(str):
         The whole answer, with the last delta of a choice; None before.
     """
 
+    __slots__ = ("choice", "completion", "prompt_index", "token_ids")
+
     token_ids: tuple[int, ...]
     prompt_index: int
     choice: int
@@ -41,7 +43,9 @@ class Delta(str):
     ) -> Delta:
         """Build a delta."""
         delta = cls(text)
-        delta.token_ids, delta.choice, delta.prompt_index = token_ids, choice, prompt_index
+        delta.token_ids = token_ids
+        delta.choice = choice
+        delta.prompt_index = prompt_index
         delta.completion = completion
         return delta
 
@@ -62,6 +66,11 @@ class Task:
     The chained invariant: ``0 <= computed_len <= total_len - 1``, and ``total_len == len(prompt) + len(output)``. A
     step feeds tokens ``computed_len ..`` and samples when it reaches the last one; prefill, decode and recomputation
     after preemption differ only in how many tokens are left.
+
+    Parameters
+    ----------
+    first
+        The first choice of the same request, for the others.
     """
 
     def __init__(
@@ -78,18 +87,22 @@ class Task:
         index: int = 0,
         prompt_index: int = 0,
         priority: int = 0,
+        first: Task | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.params = params
         self.seed = seed
-        self.max_total_len = max_total_len
+        longest = max_total_len if params.max_tokens is None else len(prompt_ids) + params.max_tokens
+        self.end_len = min(max_total_len, longest)
+        """Prompt and output tokens at which the completion ends for length."""
         self.stop_ids = stop_ids
         self.text = text
         self.on_delta = on_delta
         self.index = index
         self.prompt_index = prompt_index
         self.priority = priority
+        self.first = first
         self.arrival = 0
         self.status: Status = "waiting"
         self.row: int | None = None
@@ -130,18 +143,16 @@ class Task:
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take the sampled token: emit its text and finish if it ends the completion."""
         self.token_ids.append(token_id)
-        params, total_len = self.params, len(self.token_ids)
-        output_len = total_len - len(self.prompt_ids)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        if token_id in self.stop_ids and output_len > params.min_tokens:
-            is_eos = token_id not in params.stop_token_ids
+        if token_id in self.stop_ids and self.output_len > self.params.min_tokens:
+            is_eos = token_id not in self.params.stop_token_ids
             self.finish("stop", stop_reason=None if is_eos else token_id, stop_token_id=token_id)
             return
         delta, stop = self.text.push(token_id)
         if stop is not None:
             self._close("stop", delta, (token_id,), stop)
-        elif output_len == params.max_tokens or total_len >= self.max_total_len:
+        elif len(self.token_ids) >= self.end_len:
             tail, stop = self.text.end()
             self._close("length" if stop is None else "stop", delta + tail, (token_id,), stop)
         else:
@@ -210,11 +221,22 @@ class BatchItem:
 
 @dataclass
 class Batch:
-    """One step's work, decoding tasks first. The scheduler fills it, the executor reads it."""
+    """One step's work. The scheduler fills it, the executor reads it; the tokens of the decodes come first."""
 
-    items: list[BatchItem]
-    n_tokens: int
-    """Tokens fed by the step."""
+    decodes: list[Task]
+    """Each feeds its last token, at `computed_len`, and samples the next one."""
+    chunks: list[BatchItem]
+    """Pieces of prompts, and of what is recomputed."""
+
+    @property
+    def items(self) -> list[BatchItem]:
+        """All of it, in the order of the step's tokens."""
+        return [BatchItem(task, task.computed_len, 1, True) for task in self.decodes] + self.chunks
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens fed by the step."""
+        return len(self.decodes) + sum(item.n_tokens for item in self.chunks)
 
 
 @dataclass
@@ -222,8 +244,8 @@ class StepResult:
     """What the executor returns, on the host."""
 
     token_ids: list[int]
-    """Sampled token of each sampling item, in batch order."""
+    """Sampled token of each decode, then of each chunk that samples."""
     logprobs: list[TokenLogprobs | None]
-    """For each sampling item, if it asked for them."""
+    """Of each sampled token, if its request asked for them."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Index of a batch item -> entries for the prompt tokens that its chunk predicts."""
+    """Index of a chunk -> entries for the prompt tokens that it predicts."""

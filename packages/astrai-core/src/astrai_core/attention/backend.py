@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from astrai_core import ops
-from astrai_core.attention.metadata import KVCache
 from astrai_core.errors import BackendError
 from astrai_core.registry import BaseFactory
+
+if TYPE_CHECKING:
+    from astrai_core.attention.metadata import KVCache
+    from astrai_core.attention.rotary import Rope
 
 ENVIRONMENT = "ASTR_BACKEND"
 PRIORITY = ("cuda", "flash", "torch_native")
@@ -30,7 +35,6 @@ class AttentionSpec:
     window: int | None = None
     """Keys a query sees, its own included; None for all."""
     use_rope: bool = True
-    interleaved: bool = False
     norm_eps: float = 1e-6
 
     @property
@@ -44,8 +48,14 @@ class AttentionBackend(ABC):
 
     @staticmethod
     @abstractmethod
-    def unavailable(device: torch.device, head_dim: int) -> str | None:
-        """Return why this backend cannot run there, with the remedy, or None if it can."""
+    def unavailable(device: torch.device, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+        """Return why this backend cannot run there, with the remedy, or None if it can.
+
+        Parameters
+        ----------
+        dtype, kv_dtype
+            Types of the queries, and of the keys and values in the pool.
+        """
 
     @staticmethod
     def supports_graph() -> bool:
@@ -53,13 +63,14 @@ class AttentionBackend(ABC):
         return False
 
     @abstractmethod
-    def plan(self, cache: KVCache, windows: tuple[int | None, ...]) -> None:
-        """Prepare ``cache.metadata.plan`` for one step.
+    def plan(self, cache: KVCache, specs: Sequence[AttentionSpec]) -> None:
+        """Prepare ``metadata.plan`` of every group of the cache for one step.
 
         Parameters
         ----------
-        windows
-            The distinct attention windows of the model's layers.
+        specs
+            A layer of each attention window that the model has; layers with the same window differ in nothing that a
+            plan depends on.
         """
 
     def qkv_norm_rope_write(
@@ -67,8 +78,7 @@ class AttentionBackend(ABC):
         qkv: Tensor,
         spec: AttentionSpec,
         cache: KVCache,
-        cos: Tensor,
-        sin: Tensor,
+        rope: Rope,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
     ) -> Tensor:
@@ -78,8 +88,8 @@ class AttentionBackend(ABC):
         ----------
         qkv
             ``[tokens, (n_heads + 2 * n_kv_heads) * head_dim]``.
-        cos, sin
-            ``[tokens, 1, rotary_dim]`` fp32, see :func:`astrai_core.ops.rotary`.
+        rope
+            Of the step's tokens; layers without ``use_rope`` do not rotate.
         q_norm, k_norm
             ``[head_dim]`` weights of the per-head norms, if the model has them.
 
@@ -87,9 +97,19 @@ class AttentionBackend(ABC):
         -------
         q ``[tokens, n_heads, head_dim]``
         """
-        q, k, v = split_qkv(qkv, spec, cos, sin, q_norm, k_norm)
-        cache.write(spec.layer, k.to(cache.k_buffer.dtype), v.to(cache.v_buffer.dtype))
-        return q
+        k_buffer, v_buffer, metadata = cache.of(spec.layer)
+        return ops.qkv_norm_rope_write(
+            qkv,
+            k_buffer,
+            v_buffer,
+            metadata.out_cache_loc,
+            spec.n_heads,
+            spec.n_kv_heads,
+            rope=rope if spec.use_rope else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=spec.norm_eps,
+        )
 
     @abstractmethod
     def fwd_prefill(self, q: Tensor, spec: AttentionSpec, cache: KVCache) -> Tensor:
@@ -110,35 +130,12 @@ class AttentionBackend(ABC):
         """The same with one query per request: q ``[batch, n_heads, head_dim]``."""
 
 
-def split_qkv(
-    qkv: Tensor,
-    spec: AttentionSpec,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a fused projection ``[tokens, ...]`` into normed, rotated q, k and plain v, ``[tokens, heads, head_dim]``."""
-    heads = qkv.view(qkv.shape[0], spec.n_heads + 2 * spec.n_kv_heads, spec.head_dim)
-    n_queries, n_rotated = spec.n_heads, spec.n_heads + spec.n_kv_heads
-    v = heads[:, n_rotated:]
-    if q_norm is None or k_norm is None:
-        qk = heads[:, :n_rotated]
-        if spec.use_rope:
-            qk = ops.rotary(qk, cos, sin, interleaved=spec.interleaved)
-        return qk[:, :n_queries], qk[:, n_queries:], v
-    q = ops.rms_norm(heads[:, :n_queries], q_norm, spec.norm_eps)
-    k = ops.rms_norm(heads[:, n_queries:n_rotated], k_norm, spec.norm_eps)
-    if spec.use_rope:
-        q = ops.rotary(q, cos, sin, interleaved=spec.interleaved)
-        k = ops.rotary(k, cos, sin, interleaved=spec.interleaved)
-    return q, k, v
-
-
 class AttentionBackendFactory(BaseFactory[AttentionBackend]):
     """Attention backends by name."""
 
 
+AttentionBackendFactory.register("cuda", "astrai_core.attention.cuda:CudaBackend")
+AttentionBackendFactory.register("flash", "astrai_core.attention.flash:FlashAttnBackend")
 AttentionBackendFactory.register("torch_native", "astrai_core.attention.torch_native:TorchNativeBackend")
 AttentionBackendFactory.register("torch", "astrai_core.attention.torch_native:TorchNativeBackend")
 
@@ -147,6 +144,8 @@ def resolve_backend(
     choice: str | type[AttentionBackend] | AttentionBackend | None,
     device: torch.device,
     head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """Return the backend to use.
 
@@ -155,6 +154,8 @@ def resolve_backend(
     choice
         A name, a class or an instance. None takes ``ASTR_BACKEND`` from the environment, and if that is unset the
         first of :data:`PRIORITY` that can run.
+    dtype, kv_dtype
+        Types of the model, and of the keys and values in the pool; None for the model's.
 
     Raises
     ------
@@ -165,16 +166,16 @@ def resolve_backend(
     """
     if isinstance(choice, AttentionBackend):
         return choice
+    needs = device, head_dim, dtype, kv_dtype or dtype
     choice = choice or os.environ.get(ENVIRONMENT) or None
     if choice is None:
         for name in PRIORITY:
-            if name in AttentionBackendFactory.names():
-                backend = AttentionBackendFactory.get(name)
-                if backend.unavailable(device, head_dim) is None:
-                    return backend()
-        raise BackendError(f"no attention backend can run on {device} with head_dim {head_dim}")
+            backend = AttentionBackendFactory.get(name)
+            if backend.unavailable(*needs) is None:
+                return backend()
+        raise BackendError(f"no attention backend can run on {device} with head_dim {head_dim} and {dtype}")
     backend = AttentionBackendFactory.get(choice) if isinstance(choice, str) else choice
-    reason = backend.unavailable(device, head_dim)
+    reason = backend.unavailable(*needs)
     if reason is not None:
         name = choice if isinstance(choice, str) else choice.__name__
         raise BackendError(f"attention backend {name!r} cannot run on {device}: {reason}")

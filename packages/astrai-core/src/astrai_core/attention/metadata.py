@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from astrai_core.attention.backend import AttentionSpec
 
 Phase = Literal["prefill", "decode"]
 
 
 @dataclass
 class AttentionMetadata:
-    """Lengths and locations of one step, shared by all layers.
+    """Lengths and locations of one step, shared by the layers of a group.
 
-    Requests stand in the order of the step's tokens. Host lengths (tuples) equal the device tensors; they let a
-    backend size its work without reading the device.
+    Lengths and prefix sums are the same tensors in every group; `req_to_token`, `out_cache_loc`, `window` and `plan`
+    are the group's own. Requests stand in the order of the step's tokens. Host lengths (tuples) equal the device
+    tensors; they let a backend size its work without reading the device.
     """
 
     phase: Phase
     """"decode": one new token per request; "prefill": ragged, any mix of chunks and single tokens."""
     req_to_token: Tensor
-    """``[n_slots, max_seq_len]`` int32: physical slot of every position of every live request."""
+    """``[n_slots, max_seq_len]`` int32: physical slot of every position that `window` leaves to a live request."""
     req_indices: Tensor
     """``[batch]`` int64: the requests' rows of req_to_token."""
     seq_lens: Tensor
@@ -36,6 +41,13 @@ class AttentionMetadata:
     """seq_lens on the host."""
     q_lens_host: tuple[int, ...]
     """Tokens per request in this step, on the host."""
+    window: int | None = None
+    """Keys that the group's layers see and the pool keeps; what a query of this step cannot see may be gone from
+    req_to_token. None: everything is kept, whatever window a layer has."""
+    page_size: int = 1
+    """Positions ``i * page_size ..`` of a request lie in consecutive slots, from a multiple of page_size on."""
+    contiguous: bool = False
+    """Identity allocation: the positions of row r of req_to_token lie in slots ``r * page_size ..``."""
     plan: Any = None
     """What the backend's ``plan`` prepared for this step."""
 
@@ -44,20 +56,30 @@ class AttentionMetadata:
 class KVCache:
     """Per-step view of the pool: buffers and metadata. Plain data; the pool allocates, the backend writes and reads."""
 
-    k_buffer: Tensor
-    """``[n_layers, size, n_kv_heads, head_dim]``."""
-    v_buffer: Tensor
-    """``[n_layers, size, n_kv_heads, head_dim]``."""
-    metadata: AttentionMetadata
+    k_buffers: Sequence[Tensor]
+    """Per layer of the model: ``[size, n_kv_heads, head_dim]``; `size` is the same within a group."""
+    v_buffers: Sequence[Tensor]
+    """The same for values."""
+    group_of: Sequence[int]
+    """Per layer: its index in `groups`."""
+    groups: Sequence[AttentionMetadata]
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store the step's keys and values.
+    @property
+    def phase(self) -> Phase:
+        """What the step is, for all groups."""
+        return self.groups[0].phase
 
-        Parameters
-        ----------
-        k, v
-            ``[tokens, n_kv_heads, head_dim]`` in the buffers' dtype.
-        """
-        loc = self.metadata.out_cache_loc
-        self.k_buffer[layer].index_copy_(0, loc, k)
-        self.v_buffer[layer].index_copy_(0, loc, v)
+    def of(self, layer: int) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """Return a layer's keys and values, ``[size, n_kv_heads, head_dim]`` each, and the metadata of its group."""
+        return self.k_buffers[layer], self.v_buffers[layer], self.groups[self.group_of[layer]]
+
+    def specs_of_groups(
+        self, specs: Sequence[AttentionSpec]
+    ) -> Iterator[tuple[AttentionMetadata, tuple[AttentionSpec, ...]]]:
+        """Pair each group with those of `specs`, one for each attention window of the model, that its layers have."""
+        own = {metadata.window for metadata in self.groups if metadata.window is not None}
+        for metadata in self.groups:
+            if metadata.window is None:
+                yield metadata, tuple(spec for spec in specs if spec.window not in own)
+            else:
+                yield metadata, tuple(spec for spec in specs if spec.window == metadata.window)

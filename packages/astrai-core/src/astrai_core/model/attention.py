@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from astrai_core.attention.backend import AttentionBackend, AttentionSpec, split_qkv
-from astrai_core.attention.metadata import KVCache
+from astrai_core import ops
+from astrai_core.attention.backend import AttentionBackend, AttentionSpec
+from astrai_core.attention.rotary import Rope
 from astrai_core.config.model import ModelConfig
 from astrai_core.model.layers import FusedLinear, Linear, RMSNorm
+
+if TYPE_CHECKING:
+    from astrai_core.attention.metadata import KVCache
 
 
 @dataclass(frozen=True)
 class DenseContext:
     """What all layers of a pass without a cache share. Hidden states are ``[batch, seq, hidden]``."""
 
-    cos: Tensor
-    """``[batch * seq, 1, rotary_dim]`` fp32."""
-    sin: Tensor
+    rope: Rope
+    """Of ``batch * seq`` tokens."""
     masks: Mapping[int | None, Tensor | None]
     """Window -> bool mask broadcastable to ``[batch, heads, seq, seq]``; None where plain causal masking is right."""
 
@@ -29,9 +33,7 @@ class DenseContext:
 class PagedContext:
     """What all layers of an engine step share. Hidden states are ``[tokens, hidden]``."""
 
-    cos: Tensor
-    """``[tokens, 1, rotary_dim]`` fp32."""
-    sin: Tensor
+    rope: Rope
     cache: KVCache
     backend: AttentionBackend
 
@@ -49,7 +51,6 @@ class Attention(nn.Module):
             head_dim=dim,
             window=config.window(layer),
             use_rope=config.rope_layers[layer],
-            interleaved=config.rope_interleave,
             norm_eps=config.rms_norm_eps,
         )
         self.dropout = config.attention_dropout
@@ -69,13 +70,21 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x)
         if isinstance(context, PagedContext):
             backend, cache = context.backend, context.cache
-            q = backend.qkv_norm_rope_write(qkv, self.spec, cache, context.cos, context.sin, q_norm, k_norm)
-            run = backend.fwd_decode if cache.metadata.phase == "decode" else backend.fwd_prefill
+            q = backend.qkv_norm_rope_write(qkv, self.spec, cache, context.rope, q_norm, k_norm)
+            run = backend.fwd_decode if cache.phase == "decode" else backend.fwd_prefill
             return self.o_proj(run(q, self.spec, cache).flatten(1))
         batch, seq, _ = x.shape
         q, k, v = (
             part.view(batch, seq, -1, self.spec.head_dim).transpose(1, 2)
-            for part in split_qkv(qkv.flatten(0, 1), self.spec, context.cos, context.sin, q_norm, k_norm)
+            for part in ops.qkv_norm_rope(
+                qkv.flatten(0, 1),
+                self.spec.n_heads,
+                self.spec.n_kv_heads,
+                rope=context.rope if self.spec.use_rope else None,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=self.spec.norm_eps,
+            )
         )
         mask = context.masks[self.spec.window]
         out = F.scaled_dot_product_attention(

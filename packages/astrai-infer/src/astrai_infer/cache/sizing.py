@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from bisect import bisect_right
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
@@ -24,8 +26,10 @@ CPU_SHARE = 0.25
 class CachePlan:
     """Size of the pool."""
 
-    spec: KVSpec
-    n_pages: int
+    specs: tuple[KVSpec, ...]
+    """Groups of layers."""
+    n_pages: tuple[int, ...]
+    """Pages of each group."""
     page_size: int
     n_rows: int
     """Requests that can run at once."""
@@ -56,24 +60,45 @@ def plan_cache(model: CausalLM, config: EngineConfig) -> CachePlan:
     """
     wanted_len = context_len(model.config, config)
     dtype = model.dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
-    spec = KVSpec.of(model.config, dtype)
     contiguous = config.cache_mode == "contiguous"
+    specs = KVSpec.groups(model.config, dtype, whole=contiguous or config.prefix_cache)
     page_size = -(-wanted_len // 16) * 16 if contiguous else config.page_size
-    page_bytes = spec.token_bytes * page_size
-    pages_per_seq = -(-wanted_len // page_size)
     budget = config.kv_cache_bytes or _available_bytes(model.device, config)
-    n_pages = min(budget // page_bytes, config.max_num_seqs * pages_per_seq)
-    if n_pages < 1:
-        raise ConfigError(f"the KV cache has {budget} bytes, one page needs {page_bytes}; raise kv_cache_bytes")
-    if n_pages < pages_per_seq:
-        fits = n_pages * page_size
+    chunk_len = min(config.max_batch_tokens, wanted_len)
+
+    def pages_of_one(n_tokens: int) -> list[int]:
+        return [spec.pages_for(n_tokens, page_size, chunk_len) for spec in specs]
+
+    def n_bytes(n_pages: list[int]) -> int:
+        return sum(n * spec.token_bytes * page_size for n, spec in zip(n_pages, specs, strict=True))
+
+    lens = range(page_size, wanted_len + page_size, page_size)
+    n_fitting = bisect_right(lens, budget, key=lambda n_tokens: n_bytes(pages_of_one(n_tokens)))
+    if n_fitting == 0:
+        raise ConfigError(
+            f"the KV cache has {budget} bytes, one page needs {n_bytes(pages_of_one(1))}; raise kv_cache_bytes"
+        )
+    one = pages_of_one(lens[n_fitting - 1])
+    if n_fitting < len(lens):
+        fits = lens[n_fitting - 1]
         if config.max_seq_len is not None and config.kv_cache_bytes is None:
             raise ConfigError(
-                f"max_seq_len {wanted_len} needs {pages_per_seq * page_bytes >> 20} MiB of KV cache, "
+                f"max_seq_len {wanted_len} needs {n_bytes(pages_of_one(wanted_len)) >> 20} MiB of KV cache, "
                 f"{budget >> 20} MiB are there ({fits} tokens); lower max_seq_len or raise memory_fraction"
             )
         logger.warning("the KV cache holds %d tokens, fewer than the context of %d", fits, wanted_len)
-    return CachePlan(spec, n_pages, page_size, n_pages if contiguous else config.max_num_seqs, wanted_len)
+        n_pages = one
+    else:
+        # What one sequence leaves is shared out in proportion to what the others would need, so that all groups are
+        # full at the same number of sequences.
+        every = [
+            spec.pages_for_all(config.max_num_seqs, wanted_len, page_size, config.max_batch_tokens) for spec in specs
+        ]
+        more = [n - n_one for n, n_one in zip(every, one, strict=True)]
+        share = min(Fraction(budget - n_bytes(one), max(n_bytes(more), 1)), Fraction(1))
+        n_pages = [n_one + int(n * share) for n, n_one in zip(more, one, strict=True)]
+    n_rows = n_pages[0] if contiguous else config.max_num_seqs
+    return CachePlan(specs, tuple(n_pages), page_size, n_rows, wanted_len)
 
 
 def can_hold_packed(model: CausalLM) -> bool:

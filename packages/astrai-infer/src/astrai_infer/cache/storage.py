@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,34 +11,74 @@ from torch import Tensor
 
 from astrai_core.config.model import ModelConfig
 
+KVKind = Literal["full", "window"]
+""""full" keeps every position, "window" only those that a later query can see."""
+
 
 @dataclass(frozen=True)
 class KVSpec:
-    """Shape of the keys and values of a group of layers."""
+    """Shape of the keys and values of a group of layers, and how long they are kept."""
 
-    n_layers: int
+    kind: KVKind
+    layers: tuple[int, ...]
+    """Layers of the model, ascending."""
     n_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    window: int | None = None
+    """Keys that a query of a "window" group sees, its own included; None for "full"."""
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype) -> KVSpec:
-        """Describe all layers of a model."""
-        return cls(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, dtype)
+    def groups(cls, config: ModelConfig, dtype: torch.dtype, *, whole: bool = False) -> tuple[KVSpec, ...]:
+        """Describe all layers of a model; those with the same attention window share a group.
+
+        Parameters
+        ----------
+        whole
+            Keep every position in one "full" group, whatever windows the layers have.
+        """
+        layers: dict[int | None, list[int]] = {}
+        for layer in range(config.num_hidden_layers):
+            layers.setdefault(None if whole else config.window(layer), []).append(layer)
+        return tuple(
+            cls(
+                "full" if window is None else "window",
+                tuple(group),
+                config.num_key_value_heads,
+                config.head_dim,
+                dtype,
+                window,
+            )
+            for window, group in layers.items()
+        )
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of one token's keys and values over the group's layers."""
+        return 2 * len(self.layers) * self.n_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def pages_for(self, n_tokens: int, page_size: int, chunk_len: int) -> int:
+        """Most pages that a request of `n_tokens` holds at once if a step feeds at most `chunk_len` of its tokens."""
+        pages = -(-n_tokens // page_size)
+        if self.window is None:
+            return pages
+        # A chunk and the window - 1 keys before it, on pages that need not begin where these keys do.
+        return min(pages, (self.window + chunk_len - 3 + page_size) // page_size + 1)
+
+    def pages_for_all(self, n_seqs: int, n_tokens: int, page_size: int, batch_len: int) -> int:
+        """Most pages that `n_seqs` requests of `n_tokens` hold at once if a step feeds `batch_len` tokens in all."""
+        # A decoding request needs pages_for(.., 1); q tokens instead of one need at most 1 + (q - 1) // page_size more.
+        of_batch = n_seqs * (self.pages_for(n_tokens, page_size, 1) + 1) + batch_len // page_size
+        return min(n_seqs * self.pages_for(n_tokens, page_size, batch_len), of_batch)
 
 
 class KVStorage:
-    """Keys and values of `size` slots (row C1).
+    """Keys and values of a group of layers in `size` slots (row C1).
 
     Attributes
     ----------
     k_buffer, v_buffer
-        ``[n_layers, size, n_kv_heads, head_dim]``; uninitialised: a slot is read only after it was written.
+        ``[len(spec.layers), size, n_kv_heads, head_dim]``; uninitialised: a slot is read only after it was written.
     """
 
     k_buffer: Tensor
@@ -58,7 +99,7 @@ class KVStorage:
         self._buffers(0)
 
     def _buffers(self, size: int) -> None:
-        shape = (self.spec.n_layers, size, self.spec.n_kv_heads, self.spec.head_dim)
+        shape = (len(self.spec.layers), size, self.spec.n_kv_heads, self.spec.head_dim)
         self.k_buffer = torch.empty(shape, dtype=self.spec.dtype, device=self.device)
         self.v_buffer = torch.empty(shape, dtype=self.spec.dtype, device=self.device)
 
@@ -70,6 +111,7 @@ class ReqToTokenPool:
     """
 
     def __init__(self, n_rows: int, max_seq_len: int, device: torch.device) -> None:
+        self.max_seq_len = max_seq_len
         self.host = np.zeros((n_rows, max_seq_len), dtype=np.int32)
         mirror = torch.from_numpy(self.host)
         self._shared = device.type == "cpu"

