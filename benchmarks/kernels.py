@@ -1,4 +1,4 @@
-"""rms_norm, add_rms_norm and apply_rotary against plain torch and torch.compile, all in one run.
+"""Norms, rotary, the fused ops and sampling against plain torch and torch.compile, all in one run.
 
     python -m benchmarks.kernels --out gpu_out [--quick]
 
@@ -27,6 +27,7 @@ from tools.gpu_results import write
 DTYPE = torch.bfloat16
 EPS = 1e-6
 MAX_POS = 8192
+VOCAB = 151_936
 COLUMNS = ["op", "shape", "us", "GB/s", "of copy", "eager", "compile", "F.rms_norm"]
 
 
@@ -41,6 +42,8 @@ class Case:
     kernel: Callable[..., Any]
     plain: Callable[..., Any]
     fused: Callable[..., Any] | None = None
+    tokens_by: Callable[..., Tensor] | None = None
+    """Who says which token ids are right, where `plain` breaks ties in its own way."""
 
 
 def randn(*shape: int) -> Tensor:
@@ -100,6 +103,109 @@ def rotary_case(tokens: int, q_heads: int, k_heads: int, head_dim: int) -> Case:
     )
 
 
+def qkv_case(tokens: int, n_heads: int, n_kv_heads: int, head_dim: int, norms: bool) -> Case:
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device="cuda") / head_dim)
+    angles = torch.outer(torch.arange(MAX_POS, device="cuda"), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    position_ids = torch.arange(tokens, device="cuda") % MAX_POS
+    slots = torch.randperm(tokens + 64, device="cuda")[:tokens]
+    q_norm, k_norm = (randn(head_dim), randn(head_dim)) if norms else (None, None)
+    heads = n_heads + 2 * n_kv_heads
+
+    def kernel(qkv: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        return astrai_kernels.qkv_norm_rope_write(
+            *(qkv, position_ids, cos, sin, k_pool, v_pool, slots, n_heads, n_kv_heads),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=EPS,
+        )
+
+    def plain(qkv: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        """Hugging Face's norm and rotation, and an index_copy_ for each pool."""
+        q, k, v = qkv.view(tokens, heads, head_dim).split((n_heads, n_kv_heads, n_kv_heads), dim=1)
+        if q_norm is not None and k_norm is not None:
+            q, k = reference.rms_norm(q, q_norm, EPS), reference.rms_norm(k, k_norm, EPS)
+        c, s = (torch.cat((t, t), -1)[position_ids].to(q.dtype).unsqueeze(1) for t in (cos, sin))
+        halves = (x.chunk(2, dim=-1) for x in (q, k))
+        q, k = (x * c + torch.cat((-b, a), -1) * s for x, (a, b) in zip((q, k), halves, strict=True))
+        k_pool.index_copy_(0, slots, k)
+        v_pool.index_copy_(0, slots, v)
+        return q
+
+    return Case(
+        op="qkv",
+        shape=f"{tokens} x {n_heads}/{n_kv_heads} x {head_dim}{' norm' if norms else ''}",
+        bytes=tokens * (2 * DTYPE.itemsize * heads * head_dim + 4 * head_dim + 16),
+        operands=lambda: (
+            randn(tokens, heads * head_dim),
+            *(torch.empty(tokens + 64, n_kv_heads, head_dim, dtype=DTYPE, device="cuda") for _ in range(2)),
+        ),
+        kernel=kernel,
+        plain=plain,
+    )
+
+
+def gated_case(rows: int, width: int, kind: str) -> Case:
+    return Case(
+        op=kind,
+        shape=f"{rows} x {width}",
+        bytes=3 * DTYPE.itemsize * rows * width,
+        operands=lambda: (randn(rows, 2 * width),),
+        kernel=lambda x: astrai_kernels.gated_activation(x, kind),
+        plain=lambda x: reference.gated_activation(x, kind),
+    )
+
+
+def embedding_case(tokens: int, hidden: int) -> Case:
+    table = randn(131072, hidden)
+    return Case(
+        op="embedding",
+        shape=f"{tokens} x {hidden}",
+        bytes=2 * DTYPE.itemsize * tokens * hidden + 8 * tokens,
+        operands=lambda: (torch.randint(0, len(table), (tokens,), device="cuda"),),
+        kernel=lambda ids: astrai_kernels.embedding(ids, table),
+        plain=lambda ids: torch.nn.functional.embedding(ids, table),
+    )
+
+
+def argmax_case(rows: int) -> Case:
+    return Case(
+        op="argmax",
+        shape=f"{rows} x {VOCAB}",
+        bytes=DTYPE.itemsize * rows * VOCAB,
+        operands=lambda: (randn(rows, VOCAB),),
+        kernel=astrai_kernels.argmax,
+        plain=lambda logits: logits.argmax(-1),
+        tokens_by=reference.argmax,
+    )
+
+
+def sample_case(rows: int, top_k: int, top_p: float) -> Case:
+    """Top-k and top-p over a whole vocabulary; the others sort the top-k first and draw from it."""
+    temperature, p = torch.full((rows,), 0.8, device="cuda"), torch.full((rows,), top_p, device="cuda")
+    k = torch.full((rows,), top_k, device="cuda")
+    seed, position = torch.arange(rows, device="cuda"), torch.full((rows,), 77, device="cuda")
+
+    def plain(logits: Tensor) -> Tensor:
+        values, ids = (logits.float() / temperature.unsqueeze(1)).topk(top_k, dim=1)
+        probs = values.softmax(1)
+        probs = probs.masked_fill(probs.cumsum(1) - probs >= p.unsqueeze(1), 0)
+        cumulative = probs.cumsum(1)
+        u = reference.uniform(seed, position).float() * cumulative[:, -1]
+        column = torch.searchsorted(cumulative, u.unsqueeze(1), right=True).clamp_max(top_k - 1)
+        return ids.gather(1, column).squeeze(1)
+
+    return Case(
+        op="sample",
+        shape=f"{rows} x {VOCAB} k {top_k} p {top_p}",
+        bytes=DTYPE.itemsize * rows * VOCAB,
+        operands=lambda: (3 * randn(rows, VOCAB),),
+        kernel=lambda logits: astrai_kernels.sample(logits, temperature, k, p, None, seed, position),
+        plain=plain,
+        tokens_by=lambda logits: reference.sample(logits, temperature, k, p, None, seed, position),
+    )
+
+
 def cases(quick: bool) -> Iterator[Case]:
     """Decode sizes and sizes of 64 MB and more; hidden sizes and heads of the models that figures are kept for."""
     for case in (rms_norm_case, add_rms_norm_case):
@@ -110,6 +216,16 @@ def cases(quick: bool) -> Iterator[Case]:
     for heads in ((32, 8, 128),) if quick else ((24, 4, 64), (16, 8, 128), (32, 8, 128)):
         for tokens in (1, 128, 16384):
             yield rotary_case(tokens, *heads)
+            yield qkv_case(tokens, *heads, norms=heads == (16, 8, 128))
+    for width in (8192,) if quick else (3072, 6912, 8192):
+        for rows in (1, 128, 8192):
+            yield gated_case(rows, width, "silu")
+    yield gated_case(8192, 8192, "gelu_tanh")
+    for tokens in (1, 128, 16384):
+        yield embedding_case(tokens, 2048)
+    for rows in (1, 128) if quick else (1, 8, 32, 128):
+        yield argmax_case(rows)
+        yield sample_case(rows, 50, 0.9)
 
 
 def flat(result: Any) -> list[Tensor]:
@@ -119,6 +235,12 @@ def flat(result: Any) -> list[Tensor]:
 def check(case: Case) -> None:
     """Refuse to time a kernel whose result is wrong."""
     operands = case.operands()
+    if case.tokens_by is not None:
+        # A draw may differ where its number falls within rounding of a boundary.
+        wrong = int((case.kernel(*operands) != case.tokens_by(*operands)).sum())
+        if wrong > 1:
+            raise AssertionError(f"{case.op} {case.shape}: {wrong} token ids differ from the reference")
+        return
     for got, expected in zip(flat(case.kernel(*operands)), flat(case.plain(*operands)), strict=True):
         torch.testing.assert_close(got.float(), expected.float(), rtol=2**-6, atol=2**-5)
 

@@ -32,7 +32,7 @@ OUT=$(mkdir -p "${OUT:-gpu_out}" && cd "${OUT:-gpu_out}" && pwd)
 WORK=$PWD/build/gpu
 SITE=$WORK/site
 LIMIT=(timeout --kill-after=10 "${ASTRAI_PHASE_LIMIT:-470}")
-FAMILIES=(rms_norm rotary)
+FAMILIES=(rms_norm linear rotary qkv elementwise sampling)
 export CUDAARCHS=${CUDAARCHS:-90a-real}
 export PYTHONUNBUFFERED=1
 # The compiled kernels, then the sources of the others; not the kernels' own source tree, which holds no compiled module.

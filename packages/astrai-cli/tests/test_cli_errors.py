@@ -54,7 +54,7 @@ def test_sampling_out_of_range_is_found_before_the_model(run: Any, flags: list[A
     [
         (["--device", "tpu"], "--device: device 'tpu' is not known"),
         (["--device", "cuda:99"], "--device: device 'cuda:99' is not here"),
-        (["--backend", "nonesuch"], "--backend: unknown name 'nonesuch'; choose one of torch"),
+        (["--backend", "nonesuch"], "--backend: unknown name 'nonesuch'; choose one of cuda"),
         (["--dtype", "int3"], "'--dtype': 'int3' is not one of 'auto'"),
         (["--max-seq-len", 1], "--max-seq-len: "),
         (["--max-seq-len", 5000], "--max-seq-len: 5000 is more than the model's context of 4096 tokens"),

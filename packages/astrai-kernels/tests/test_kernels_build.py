@@ -137,13 +137,26 @@ def test_the_module_links_neither_torch_nor_the_cuda_runtime():
 
 @pytest.mark.kernel
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the launch would succeed")
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "rotary"])
+@pytest.mark.parametrize(
+    "op",
+    ["rms_norm", "add_rms_norm", "rotary", "qkv_norm_rope_write", "gated_activation", "embedding", "argmax", "sample"],
+)
 def test_a_launch_without_a_driver_is_an_error_not_a_crash(op):
     """A kernel never falls back: without a GPU the launch itself says what CUDA said."""
     from astrai_kernels.lib import _C
 
     rows, heads = (16, 8, 0), (16, 16, 64, 64, 64, 64, 1)
+    row, none = (16, 8), (0, 0)
+    pools, tables = ((16, 64, 64),) * 3, (row, row, 4, row, True, row, True)
+    columns = [row, none, none, none, row, row]
     calls = {
+        "qkv_norm_rope_write": lambda: _C.qkv_norm_rope_write(
+            *(0, 0, 0, (16, 192), *pools, none, none, 0, 0, *tables, 9, 1, 1, 1, 64, 64, 1e-6, False)
+        ),
+        "gated_activation": lambda: _C.gated_activation(0, 0, 0, 0, rows, rows, 1, 1, 8),
+        "embedding": lambda: _C.embedding(0, 0, 0, row, True, row, row, 1, 4, 8),
+        "argmax": lambda: _C.sample(0, 0, 0, row, row, 1, 8, [none] * 6, [none] * 3, none, none),
+        "sample": lambda: _C.sample(0, 0, 0, row, row, 1, 8, columns, [none] * 3, none, none),
         "rms_norm": lambda: _C.rms_norm(0, 0, 0, rows, 16, rows, 1, 1, 8, 1e-6),
         "add_rms_norm": lambda: _C.add_rms_norm(0, 0, 0, rows, rows, 16, rows, rows, 1, 1, 8, 1e-6),
         "rotary": lambda: _C.rotary(0, 0, 0, heads, heads, 16, 32, 16, 32, 4, 16, 1, True, 1, 64, 64, False),
@@ -168,5 +181,15 @@ def test_the_module_checks_what_python_might_get_wrong():
         _C.rms_norm(0, 0, 0, (18, 8, 0), 16, rows, 1, 1, 8, 1e-6)
     with pytest.raises(ValueError, match="rotary_dim must be even"):
         _C.rotary(0, 0, 0, heads, heads, 16, 32, 16, 32, 4, 16, 1, True, 1, 64, 66, False)
+    none = (0, 0)
+    with pytest.raises(ValueError, match="kind must be 0"):
+        _C.gated_activation(0, 3, 0, 0, rows, rows, 1, 1, 8)
+    with pytest.raises(ValueError, match="vocab must lie between 1 and 2"):
+        _C.sample(0, 0, 0, none, none, 1, 0, [none] * 6, [none] * 3, none, none)
+    with pytest.raises(ValueError, match="seed and position must not be null"):
+        _C.sample(0, 0, 0, (16, 8), (16, 1), 1, 8, [(16, 1)] + [none] * 5, [none] * 3, none, none)
+    with pytest.raises(ValueError, match="must all be given or all be null"):
+        _C.sample(0, 0, 0, (16, 8), (16, 1), 1, 8, [none] * 6, [none] * 3, (16, 8), none)
+    assert _C.embedding(0, 0, 0, none, True, none, none, 0, 4, 8) is None
     assert _C.rms_norm(0, 0, 0, rows, 16, rows, 0, 1, 8, 1e-6) is None
     assert _C.rotary(0, 0, 0, heads, heads, 16, 32, 16, 32, 4, 16, 1, True, 0, 64, 64, False) is None

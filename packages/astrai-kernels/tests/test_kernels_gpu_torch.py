@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from astrai_kernels import add_rms_norm, apply_rotary, apply_rotary_, rms_norm
+import astrai_kernels
+from astrai_kernels import add_rms_norm, apply_rotary, apply_rotary_, gated_activation, rms_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
 
@@ -33,7 +34,8 @@ def layer(i: Inputs) -> tuple[Tensor, ...]:
     q, k = apply_rotary(i.q, i.k, i.cos, i.sin, i.position_ids)
     turned = q.clone()
     apply_rotary_(turned, None, i.cos, i.sin, i.position_ids, interleaved=True)
-    return normed, residual, rms_norm(normed, i.w, out=torch.empty_like(normed)), q, k, turned
+    gated = gated_activation(i.x)
+    return normed, residual, rms_norm(normed, i.w, out=torch.empty_like(normed)), q, k, turned, gated
 
 
 def assert_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -115,7 +117,31 @@ def test_compile_keeps_the_ops(fresh_seed, dynamic):
 
 
 def opcheck_cases() -> dict[str, Callable[[Inputs], tuple[object, ...]]]:
+    def per_row(i: Inputs) -> tuple[Tensor, ...]:
+        """temperature, top_k, top_p, min_p, seed, position, then the penalties, for the rows of i.x."""
+        ones = torch.ones(len(i.x), device=i.x.device)
+        counts = torch.zeros(i.x.shape, dtype=torch.int32, device=i.x.device)
+        whole = ones.long()
+        return (ones, whole * 50, ones * 0.9, ones * 0.01, whole, whole, ones, ones, ones * 2, counts, counts > 0)
+
+    def fused(i: Inputs) -> tuple[object, ...]:
+        """Arguments of qkv_norm_rope_write; i.x is 32 heads of 64."""
+        pools = [torch.zeros(200, 4, 64, dtype=i.x.dtype, device=i.x.device) for _ in "kv"]
+        slots = torch.arange(len(i.x), device=i.x.device)
+        norms = (i.w[:64], i.w[64:128])
+        return (i.x, i.position_ids, i.cos, i.sin, *pools, slots, 24, 4, *norms, 1e-6, False, None, None)
+
     return {
+        "qkv_norm_rope_write": fused,
+        "qkv_norm_rope_write_out": lambda i: (*fused(i), torch.empty(len(i.x), 24, 64, dtype=i.x.dtype, device="cuda")),
+        "gated_activation": lambda i: (i.x, "silu"),
+        "gated_activation_out": lambda i: (i.x, "gelu", torch.empty_like(i.x[:, :1024])),
+        "embedding": lambda i: (i.position_ids % len(i.x), i.x),
+        "embedding_out": lambda i: (i.position_ids % len(i.x), i.x, torch.empty_like(i.x)),
+        "argmax": lambda i: (i.x,),
+        "argmax_out": lambda i: (i.x, torch.empty(len(i.x), dtype=torch.int64, device="cuda")),
+        "sample": lambda i: (i.x, *per_row(i)),
+        "sample_out": lambda i: (i.x, *per_row(i), torch.empty(len(i.x), dtype=torch.int64, device="cuda")),
         "rms_norm": lambda i: (i.x, i.w, 1e-6),
         "rms_norm_out": lambda i: (i.x, i.w, 1e-6, torch.empty_like(i.x)),
         "add_rms_norm": lambda i: (i.x, i.residual, i.w, 1e-6),
@@ -131,7 +157,8 @@ def opcheck_cases() -> dict[str, Callable[[Inputs], tuple[object, ...]]]:
 @pytest.mark.parametrize("name", list(opcheck_cases()))
 def test_opcheck(fresh_seed, name):
     """torch.library.opcheck passes for every op: schema, autograd registration, fake kernel, dynamic tracing."""
-    rms_norm(Inputs().x, Inputs().w)
+    for public in astrai_kernels.__all__:
+        getattr(astrai_kernels, public)  # registers its ops
     torch.library.opcheck(getattr(torch.ops.astrai, name).default, opcheck_cases()[name](Inputs()))
 
 

@@ -65,5 +65,5 @@ def test_every_public_name_resolves():
     for name in astrai_kernels.__all__:
         assert getattr(astrai_kernels, name) is not None
     assert set(astrai_kernels.__all__) <= set(dir(astrai_kernels))
-    with pytest.raises(AttributeError, match="attention"):
-        _ = astrai_kernels.attention
+    with pytest.raises(AttributeError, match="flash"):
+        _ = astrai_kernels.flash

@@ -7,9 +7,36 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from astrai_kernels import add_rms_norm, apply_rotary, apply_rotary_, rms_norm
+from astrai_kernels import (
+    add_rms_norm,
+    apply_rotary,
+    apply_rotary_,
+    argmax,
+    embedding,
+    gated_activation,
+    qkv_norm_rope_write,
+    rms_norm,
+    sample,
+)
 
-OPS = ["rms_norm", "rms_norm_out", "add_rms_norm", "add_rms_norm_out", "rotary_", "rotary_out"]
+OPS = [
+    "rms_norm",
+    "rms_norm_out",
+    "add_rms_norm",
+    "add_rms_norm_out",
+    "rotary_",
+    "rotary_out",
+    "qkv_norm_rope_write",
+    "qkv_norm_rope_write_out",
+    "gated_activation",
+    "gated_activation_out",
+    "embedding",
+    "embedding_out",
+    "argmax",
+    "argmax_out",
+    "sample",
+    "sample_out",
+]
 
 
 def rotary_inputs(device: str) -> tuple[torch.Tensor, ...]:
@@ -22,7 +49,22 @@ def op_arguments(name: str, device: str) -> tuple[object, ...]:
     x, r, out, residual_out = (torch.empty(6, 64, dtype=torch.bfloat16, device=device) for _ in range(4))
     w = torch.empty(64, dtype=torch.bfloat16, device=device)
     q, k, cos, sin, position_ids = rotary_inputs(device)
+    tokens = torch.empty(6, dtype=torch.int64, device=device)
+    pool = torch.empty(9, 2, 8, dtype=torch.bfloat16, device=device)
+    qkv = (x, None, None, None, pool, pool.clone(), tokens, 4, 2, w[:8], None, 1e-6, False, None, None)
+    ones = torch.empty(6, device=device)
+    drawn = (x, ones, tokens, ones, None, tokens, tokens, None, None, None, None, None)
     return {
+        "qkv_norm_rope_write": qkv,
+        "qkv_norm_rope_write_out": (*qkv, torch.empty(6, 4, 8, dtype=torch.bfloat16, device=device)),
+        "gated_activation": (x, "silu"),
+        "gated_activation_out": (x, "gelu", torch.empty(6, 32, dtype=torch.bfloat16, device=device)),
+        "embedding": (tokens, x),
+        "embedding_out": (tokens, x, out),
+        "argmax": (x,),
+        "argmax_out": (x, tokens),
+        "sample": drawn,
+        "sample_out": (*drawn, tokens.clone()),
         "rms_norm": (x, w, 1e-6),
         "rms_norm_out": (x, w, 1e-6, out),
         "add_rms_norm": (x, r, w, 1e-6),
@@ -101,3 +143,21 @@ def test_wrappers_compile_without_graph_breaks(dynamic):
         turned, residual = step(x, x.clone(), w, torch.empty_like(x), q, k)
     assert turned.shape == q.shape
     assert residual.shape == x.shape
+
+
+def test_fused_wrappers_compile_without_graph_breaks():
+    """Kernel rule: a step of these ops, ``out=`` and writes to the pools included, is one graph."""
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(ids, table, pools, slots, ones):
+        x = embedding(ids, table)
+        q = qkv_norm_rope_write(x, None, None, None, *pools, slots, 4, 2)
+        gated_activation(x, "gelu", out=q.flatten(1))
+        greedy = argmax(x)
+        return q, sample(x, ones, None, ones, None, ids, greedy)
+
+    ids = torch.empty(6, dtype=torch.int64, device="meta")
+    table, k, v = (torch.empty(shape, device="meta") for shape in ((50, 64), (9, 2, 8), (9, 2, 8)))
+    with torch.no_grad():
+        q, drawn = step(ids, table, (k, v), ids, torch.empty(6, device="meta"))
+    assert (q.shape, drawn.shape, drawn.dtype) == ((6, 4, 8), (6,), torch.int64)

@@ -70,7 +70,7 @@ def open_engine(
         raise MissingDependencyError("this command needs astrai-infer; run `pip install 'astrai-cli[infer]'`")
     with busy(f"Loading {model}"):
         from astrai_core.attention.backend import resolve_backend
-        from astrai_core.auto import load_model, resolve_device
+        from astrai_core.auto import load_model, resolve_device, resolve_dtype
         from astrai_core.checkpoint.source import open_source
         from astrai_infer import EngineConfig, InferenceEngine
 
@@ -80,7 +80,8 @@ def open_engine(
             device = resolve_device(load.device)
         if load.backend is not None:
             with blame("--backend", BackendError, RegistryError):
-                resolve_backend(load.backend, device, config.head_dim)
+                dtype = resolve_dtype(load.dtype, config, device)
+                resolve_backend(load.backend, device, config.head_dim, dtype)
         context = config.max_position_embeddings
         with blame("--max-seq-len", ConfigError):
             settings = EngineConfig.from_dict(

@@ -6,11 +6,16 @@ fits (:func:`astrai_core.kernels.status`). The twins below are the reference in 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from astrai_core import kernels
+
+if TYPE_CHECKING:
+    from astrai_core.attention.rotary import Rope
 
 
 def _by_kernel(x: Tensor) -> bool:
@@ -60,24 +65,124 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     return rms_norm(total, weight, eps), total
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+def rotary(x: Tensor, rope: Rope) -> Tensor:
     """Rotate the leading ``rotary_dim`` dimensions of each head (RoFormer, arXiv 2104.09864), in fp32.
 
     Parameters
     ----------
     x
         ``[tokens, n_heads, head_dim]``.
-    cos, sin
-        ``[tokens, 1, rotary_dim]`` fp32 as :class:`~astrai_core.model.rope.RotaryTable` returns them: every angle stands
-        at both dimensions of its pair, the sine negative at the first.
-    interleaved
-        Pairs are neighbours (2i, 2i+1) instead of halves (i, i + rotary_dim/2).
+    rope
+        Of these tokens.
     """
+    if _by_kernel(x):
+        apply = kernels.module("rotary").apply_rotary
+        return apply(x, None, rope.cos, rope.sin, rope.position_ids, interleaved=rope.interleaved)[0]
+    cos, sin = rope.of_tokens()
     rotary_dim = cos.shape[-1]
     part = x[..., :rotary_dim].float()
-    partner = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else part.roll(rotary_dim // 2, -1)
+    partner = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if rope.interleaved else part.roll(rotary_dim // 2, -1)
     turned = torch.addcmul(part * cos, partner, sin).to(x.dtype)
     return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), -1)
+
+
+def qkv_norm_rope(
+    qkv: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    *,
+    rope: Rope | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a fused projection into normed, rotated q and k and plain v, ``[tokens, heads, head_dim]`` each.
+
+    Parameters
+    ----------
+    qkv
+        ``[tokens, (n_heads + 2 * n_kv_heads) * head_dim]``.
+    rope
+        Of these tokens; None: no rotation.
+    q_norm, k_norm
+        ``[head_dim]`` weights of the norms of each head, both or neither.
+    eps
+        Of the norms.
+    """
+    heads = qkv.view(qkv.shape[0], n_heads + 2 * n_kv_heads, -1)
+    n_rotated = n_heads + n_kv_heads
+    v = heads[:, n_rotated:]
+    if q_norm is None or k_norm is None:
+        qk = heads[:, :n_rotated]
+        if rope is not None:
+            qk = rotary(qk, rope)
+        return qk[:, :n_heads], qk[:, n_heads:], v
+    q = rms_norm(heads[:, :n_heads], q_norm, eps)
+    k = rms_norm(heads[:, n_heads:n_rotated], k_norm, eps)
+    return (q, k, v) if rope is None else (rotary(q, rope), rotary(k, rope), v)
+
+
+def qkv_norm_rope_write(
+    qkv: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    out_cache_loc: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    *,
+    rope: Rope | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Do :func:`qkv_norm_rope`, write k and v into the pool and return q ``[tokens, n_heads, head_dim]``.
+
+    Parameters
+    ----------
+    k_buffer, v_buffer
+        ``[size, n_kv_heads, head_dim]``; k and v are rounded to their dtype.
+    out_cache_loc
+        ``[tokens]`` int64: slot of each token.
+    """
+    if _by_kernel(qkv) and k_buffer.dtype == qkv.dtype:
+        return kernels.module("qkv").qkv_norm_rope_write(
+            qkv,
+            None if rope is None else rope.position_ids,
+            None if rope is None else rope.cos,
+            None if rope is None else rope.sin,
+            k_buffer,
+            v_buffer,
+            out_cache_loc,
+            n_heads,
+            n_kv_heads,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            interleaved=rope is not None and rope.interleaved,
+        )
+    q, k, v = qkv_norm_rope(qkv, n_heads, n_kv_heads, rope=rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
+    k_buffer.index_copy_(0, out_cache_loc, k.to(k_buffer.dtype))
+    v_buffer.index_copy_(0, out_cache_loc, v.to(v_buffer.dtype))
+    return q
+
+
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """Gather rows of a table.
+
+    Parameters
+    ----------
+    ids
+        ``[...]`` int64.
+    table
+        ``[vocab, hidden]``.
+
+    Returns
+    -------
+    ``[..., hidden]``
+    """
+    if ids.dim() == 1 and _by_kernel(table):
+        return kernels.module("elementwise").embedding(ids, table)
+    return F.embedding(ids, table)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -92,6 +197,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     -------
     ``[..., intermediate]``
     """
+    if _by_kernel(gate_up):
+        return kernels.module("elementwise").gated_activation(gate_up, "silu")
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -111,8 +218,25 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
 
 
+def _kernel_takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel for few rows takes these types and shapes: half precision, rows at multiples of 16 bytes."""
+    return (
+        x.dtype in (torch.float16, torch.bfloat16)
+        and x.dtype == weight.dtype
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and x.numel() <= kernels.module("linear").MOST_ROWS * x.shape[-1]
+        and x.shape[-1] % 8 == 0
+        and x.storage_offset() % 8 == 0
+        and weight.storage_offset() % 8 == 0
+    )
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``.
+
+    On a CUDA device, up to 128 rows in half precision go through the kernel, whose result for a row depends on that row
+    and the weight alone.
 
     Parameters
     ----------
@@ -123,6 +247,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor
     packed
         The same weight from :func:`pack`, used where it is faster and no gradient is recorded.
     """
+    if _by_kernel(x) and _kernel_takes(x, weight):
+        return kernels.module("linear").linear(x, weight, bias=bias)
     if packed is not None and x.dim() == 2 and x.shape[0] in PACKED_ROWS and not torch.is_grad_enabled():
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return F.linear(x, weight, bias)

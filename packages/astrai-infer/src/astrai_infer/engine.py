@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, overload
 import torch
 
 from astrai_core.attention.backend import resolve_backend
-from astrai_core.auto import load_model, resolve_device
+from astrai_core.auto import load_model, resolve_device, resolve_dtype
 from astrai_core.checkpoint.hf_adapter import load_tensors
 from astrai_core.checkpoint.source import open_source
 from astrai_core.errors import AstraiError, ConfigError, EngineError
@@ -23,7 +23,7 @@ from astrai_core.tokenizer.tokenizer import Tokenizer
 from astrai_core.types import Request
 from astrai_infer.admission import TaskFactory
 from astrai_infer.cache.pool import PagePool
-from astrai_infer.cache.sizing import can_hold_packed, context_len, plan_cache
+from astrai_infer.cache.sizing import can_hold_packed, context_len, plan_cache, resolve_kv_dtype
 from astrai_infer.call import Call, Params, Prompt, Prompts, Result, as_ids, is_list_of_prompts, params_for, refusal
 from astrai_infer.config import EngineConfig
 from astrai_infer.metrics import Health
@@ -76,7 +76,8 @@ class InferenceEngine:
             prefix_cache=self.config.prefix_cache and self.config.cache_mode == "paged",
             contiguous=self.config.cache_mode == "contiguous",
         )
-        backend = resolve_backend(self.config.backend, model.device, model.config.head_dim)
+        kv_dtype = resolve_kv_dtype(self.config, model.dtype)
+        backend = resolve_backend(self.config.backend, model.device, model.config.head_dim, model.dtype, kv_dtype)
         self.tasks = TaskFactory(
             tokenizer,
             vocab_size=model.config.vocab_size,
@@ -115,7 +116,9 @@ class InferenceEngine:
         source = open_source(model)
         architecture = source.config()
         context_len(architecture, settings)  # what was asked for is checked before the weights take their time
-        resolve_backend(settings.backend, resolve_device(device), architecture.head_dim)
+        place = resolve_device(device)
+        wanted = resolve_dtype(dtype, architecture, place)
+        resolve_backend(settings.backend, place, architecture.head_dim, wanted, resolve_kv_dtype(settings, wanted))
         tokenizer = source.tokenizer()
         weights = load_model(source, dtype, device)
         return cls(weights, tokenizer, settings, generation_config=source.generation_config(), name=str(model))

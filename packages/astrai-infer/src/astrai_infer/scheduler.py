@@ -33,7 +33,7 @@ class Pool(Protocol):
     @property
     def capacity(self) -> int: ...
     def admit(self, token_ids: Sequence[int], namespace: Hashable, *, match: bool) -> tuple[int, int] | None: ...
-    def record(self, row: int, token_ids: Sequence[int], computed_len: int) -> None: ...
+    def record(self, row: int, token_ids: Sequence[int], computed_len: int) -> int: ...
     def extend(self, row: int, n_tokens: int) -> bool: ...
     def release(self, row: int) -> None: ...
     def clear_prefix_cache(self) -> None: ...
@@ -337,7 +337,8 @@ class InferenceScheduler:
         for task, (token_id, logprobs) in zip(batch.decodes, sampled, strict=False):
             assert task.row is not None, "a task of the batch has a row"
             task.computed_len += 1
-            record(task.row, task.token_ids, task.computed_len)
+            if task.computed_len >= task.record_len:
+                task.record_len = record(task.row, task.token_ids, task.computed_len)
             task.append(token_id, logprobs)
             if task.status == "finished":
                 self._release(task)
@@ -346,7 +347,7 @@ class InferenceScheduler:
             task = item.task
             assert task.row is not None, "a task of the batch has a row"
             task.computed_len = item.start + item.n_tokens
-            record(task.row, task.token_ids, task.computed_len)
+            task.record_len = record(task.row, task.token_ids, task.computed_len)
             if item.samples:
                 task.append(*next(sampled))
                 if task.status == "finished":

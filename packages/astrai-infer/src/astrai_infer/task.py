@@ -107,6 +107,8 @@ class Task:
         self.status: Status = "waiting"
         self.row: int | None = None
         self.computed_len = 0
+        self.record_len = 0
+        """The computed length at which the pool wants to hear of it again."""
         self.cached_len = 0
         self.weight_version = 0
         self.token_ids = list(prompt_ids)

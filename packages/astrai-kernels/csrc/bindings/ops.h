@@ -1,14 +1,39 @@
 // The launchers that the Python module calls, one family per translation unit. No CUDA syntax and no Python here.
 #pragma once
 
+#include "astrai/attention/params.h"
 #include "astrai/fused/params.h"
+#include "astrai/linear/params.h"
 #include "astrai/rotary/params.h"
+#include "astrai/sampling/params.h"
 
 namespace astrai {
 
 /// Checks `params`, launches on `stream` of `device`. dtype: an astrai::DType as an integer.
 /// Throws std::invalid_argument for bad arguments and std::runtime_error when CUDA refuses the launch.
 void launch_rms_norm(const RmsNormParams& params, int dtype, bool with_add, int device, std::uintptr_t stream);
+void launch_qkv_norm_rope_write(const QkvParams& params, int dtype, int device, std::uintptr_t stream);
+void launch_gated_activation(const GatedParams& params, int dtype, int kind, int device, std::uintptr_t stream);
+void launch_embedding(const EmbeddingParams& params, int dtype, int device, std::uintptr_t stream);
+void launch_sampling(const SamplingParams& params, int dtype, int device, std::uintptr_t stream);
+void launch_linear(const LinearParams& params, int dtype, int device, std::uintptr_t stream);
 void launch_rotary(const RotaryParams& params, int dtype, bool interleaved, int device, std::uintptr_t stream);
+
+
+/// Thread blocks of decode attention: how many run at once, and how many take part in the work on one chunk.
+struct AttentionCapacity {
+  int workers, units;
+};
+AttentionCapacity attention_capacity(int head_dim, int n_heads, int n_kv_heads, int q_len, int device);
+
+/// `units` and `workers` of `params` are filled in.
+void launch_attention_plan(AttentionPlanParams params, int head_dim, int n_heads, int n_kv_heads, int device,
+                           std::uintptr_t stream);
+
+/// max_chunks: chunks that the plan and the scratch have room for; the grid follows from it, not from the lengths.
+void launch_attention_decode(const AttentionParams& params, int dtype, int max_chunks, int device,
+                             std::uintptr_t stream);
+void launch_attention_prefill(const AttentionParams& params, int dtype, std::int64_t n_tokens, int device,
+                              std::uintptr_t stream);
 
 }  // namespace astrai

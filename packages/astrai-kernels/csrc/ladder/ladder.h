@@ -138,6 +138,9 @@ class Report {
   void bandwidth(const std::string& name, double microseconds, double bytes) {
     std::printf("%-72s %9.2f us  %7.1f GB/s\n", name.c_str(), microseconds, bytes / microseconds * 1e-3);
   }
+  void rate(const std::string& name, double microseconds, double operations) {
+    std::printf("%-72s %9.2f us  %7.1f TFLOP/s\n", name.c_str(), microseconds, operations / microseconds * 1e-6);
+  }
   int finish() const {
     std::printf("%s\n", failures_ ? "FAILED" : "all cases passed");
     return failures_ ? 1 : 0;

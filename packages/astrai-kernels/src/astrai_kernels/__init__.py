@@ -6,6 +6,14 @@ Importing this package imports neither torch nor the extension; both are loaded 
 :func:`rms_norm`, :func:`add_rms_norm`    RMSNorm, alone and behind a residual add
 :func:`apply_rotary`,                     rotary position embedding of q and k, out of place and in
 :func:`apply_rotary_`                     place
+:func:`linear`                            x @ weight^T of 1 to 128 rows, with an epilogue
+:func:`decode_attention`,                 attention of a few query rows a request over a paged or contiguous
+:class:`DecodePlan`                       KV cache; how a step's work is cut, and its scratch
+:func:`prefill_attention`                 causal attention of ragged queries over such a cache
+:func:`qkv_norm_rope_write`               qk-norm, rotary and KV write of a fused projection
+:func:`gated_activation`                  SwiGLU and GeGLU
+:func:`embedding`                         rows of a table by their ids
+:func:`argmax`, :func:`sample`            one token per row of logits, without a sort
 :func:`build_info`                        what the extension was built from and for; needs no GPU
 :mod:`astrai_kernels.reference`           the same functions in plain torch, for any device
 ========================================  ==========================================================
@@ -22,25 +30,49 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from ._linear import linear
     from ._loader import BuildInfo, build_info
+    from .attention import DecodePlan, decode_attention
+    from .elementwise import embedding, gated_activation
     from .fused import add_rms_norm, rms_norm
+    from .prefill import prefill_attention
+    from .qkv import qkv_norm_rope_write
     from .rotary import apply_rotary, apply_rotary_
+    from .sampling import argmax, sample
 
 __all__ = [
     "BuildInfo",
+    "DecodePlan",
     "__version__",
     "add_rms_norm",
     "apply_rotary",
     "apply_rotary_",
+    "argmax",
     "build_info",
+    "decode_attention",
+    "embedding",
+    "gated_activation",
+    "linear",
+    "prefill_attention",
+    "qkv_norm_rope_write",
     "rms_norm",
+    "sample",
 ]
 
 _HOMES = {
+    "prefill_attention": "prefill",
+    "argmax": "sampling",
+    "sample": "sampling",
+    "embedding": "elementwise",
+    "gated_activation": "elementwise",
+    "qkv_norm_rope_write": "qkv",
+    "DecodePlan": "attention",
+    "decode_attention": "attention",
     "BuildInfo": "_loader",
     "build_info": "_loader",
     "add_rms_norm": "fused",
     "rms_norm": "fused",
+    "linear": "_linear",
     "apply_rotary": "rotary",
     "apply_rotary_": "rotary",
 }

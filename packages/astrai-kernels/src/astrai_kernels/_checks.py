@@ -54,6 +54,11 @@ def check_output(op: str, name: str, out: Tensor, like_name: str, like: Tensor) 
     check_dtype(op, name, out, like.dtype)
     check_shape(op, name, out, tuple(like.shape), f"that of {like_name}")
     check_last_dim(op, name, out)
+    check_distinct(op, name, out)
+
+
+def check_distinct(op: str, name: str, out: Tensor) -> None:
+    """Check that an output's elements do not overlap."""
     extent = 1
     for stride, size in sorted((out.stride(i), out.shape[i]) for i in range(out.dim()) if out.shape[i] > 1):
         if stride < extent:
@@ -122,3 +127,12 @@ def row_strides(op: str, **tensors: Tensor) -> tuple[int, int, list[tuple[int, i
         sizes.append(1)
         strides.append([0] * len(tensors))
     return rows, sizes[1], list(zip(strides[0], strides[1], strict=True))
+
+
+def check_epilogue(bias: Tensor | None, residual: Tensor | None, activation: str | None) -> None:
+    """Check that linear knows the activation, and that it comes alone."""
+    if activation not in (None, "swiglu"):
+        raise ValueError(f"linear: activation is {activation!r}, expected None or 'swiglu'")
+    for name, tensor in (("bias", bias), ("residual", residual)):
+        if activation is not None and tensor is not None:
+            raise ValueError(f"linear: {name} is given with activation {activation!r}, expected None")

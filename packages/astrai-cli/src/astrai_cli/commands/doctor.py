@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 HEAD_DIM = 128
-"""Head width that attention backends are asked about; the one of most models."""
+"""Head width that attention backends are asked about, with bfloat16; those of most models."""
 
 
 class Package(NamedTuple):
@@ -122,13 +122,15 @@ def self_test(device: torch.device) -> str | None:
 
 def backends(device: torch.device) -> dict[str, str | None]:
     """Return each attention backend, and why it cannot run there (None if it can)."""
+    import torch
+
     from astrai_core.attention.backend import AttentionBackendFactory
 
     reasons: dict[type, tuple[str, str | None]] = {}
     for name in AttentionBackendFactory.names():
         backend = AttentionBackendFactory.get(name)
         longer = max(name, reasons.get(backend, ("", None))[0], key=len)  # of two names, the one that is no alias
-        reasons[backend] = (longer, backend.unavailable(device, HEAD_DIM))
+        reasons[backend] = (longer, backend.unavailable(device, HEAD_DIM, torch.bfloat16, torch.bfloat16))
     return dict(reasons.values())
 
 

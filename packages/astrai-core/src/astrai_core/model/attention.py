@@ -38,21 +38,26 @@ class PagedContext:
     backend: AttentionBackend
 
 
+def attention_spec(config: ModelConfig, layer: int) -> AttentionSpec:
+    """Return the facts of one layer's attention."""
+    return AttentionSpec(
+        layer=layer,
+        n_heads=config.num_attention_heads,
+        n_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        window=config.window(layer),
+        use_rope=config.rope_layers[layer],
+        norm_eps=config.rms_norm_eps,
+    )
+
+
 class Attention(nn.Module):
     """Grouped-query self-attention (arXiv 2305.13245) over a fused q/k/v projection."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.spec = AttentionSpec(
-            layer=layer,
-            n_heads=heads,
-            n_kv_heads=kv_heads,
-            head_dim=dim,
-            window=config.window(layer),
-            use_rope=config.rope_layers[layer],
-            norm_eps=config.rms_norm_eps,
-        )
+        self.spec = attention_spec(config, layer)
         self.dropout = config.attention_dropout
         self.qkv_proj = FusedLinear(
             config.hidden_size,

@@ -27,6 +27,14 @@ class RMSNorm(nn.Module):
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
+class Embedding(nn.Embedding):
+    """A table of token vectors ``[vocab, hidden]`` through the ops door."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up ids ``[...]``; return ``[..., hidden]``."""
+        return ops.embedding(input, self.weight)
+
+
 class Linear(nn.Linear):
     """A projection through the ops door; weight ``[out_features, in_features]``.
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from astrai_core.attention.rotary import Rope
 from astrai_core.config.model import ModelConfig, RopeParameters
 
 
@@ -110,12 +111,9 @@ class RotaryTable(nn.Module):
             angles = torch.outer(torch.arange(shape[0], dtype=torch.float32), inv_freq)
         self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
 
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin ``[tokens, 1, rotary_dim]`` of position_ids ``[tokens]``, laid out for :func:`ops.rotary`."""
-        cos, sin = self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)
-        if self.config.rope_interleave:
-            return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    def forward(self, position_ids: Tensor) -> Rope:
+        """Return the angles of tokens at position_ids ``[tokens]``."""
+        return Rope(self.cos, self.sin, position_ids, self.config.rope_interleave)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         was_meta = self.cos.is_meta

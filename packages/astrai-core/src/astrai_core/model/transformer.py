@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from astrai_core.attention.backend import AttentionBackend
-from astrai_core.attention.metadata import KVCache
-from astrai_core.attention.torch_native import causal_mask
+from astrai_core.attention.gather import causal_mask
 from astrai_core.config.model import ModelConfig
 from astrai_core.errors import RequestError
-from astrai_core.model.attention import DenseContext, PagedContext
+from astrai_core.model.attention import DenseContext, PagedContext, attention_spec
 from astrai_core.model.decoder_block import DecoderBlock
-from astrai_core.model.layers import Linear, RMSNorm
+from astrai_core.model.layers import Embedding, Linear, RMSNorm
 from astrai_core.model.rope import RotaryTable
 from astrai_core.registry import BaseFactory
+
+if TYPE_CHECKING:
+    from astrai_core.attention.metadata import KVCache
 
 
 @dataclass
@@ -34,7 +37,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderBlock(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryTable(config)
@@ -48,13 +51,20 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Decoder-only language model of every supported family; the same class trains and serves."""
+    """Decoder-only language model of every supported family; the same class trains and serves.
+
+    Attributes
+    ----------
+    spec_of_window
+        Attention window -> the first layer that has it.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.windows = tuple(dict.fromkeys(config.window(layer) for layer in range(config.num_hidden_layers)))
         self.model = Decoder(config)
+        specs = [attention_spec(config, layer) for layer in range(config.num_hidden_layers)]
+        self.spec_of_window = {spec.window: spec for spec in reversed(specs)}
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
@@ -130,9 +140,10 @@ class CausalLM(nn.Module):
             )
         if position_ids is None:
             position_ids = torch.arange(seq, device=input_ids.device)
-        cos, sin = self.model.rotary(position_ids.expand(batch, seq).reshape(-1))
-        masks = {window: self._dense_mask(seq, window, attention_mask, input_ids.device) for window in self.windows}
-        hidden = self.model(input_ids, DenseContext(cos, sin, masks))
+        rope = self.model.rotary(position_ids.expand(batch, seq).reshape(-1))
+        device = input_ids.device
+        masks = {window: self._dense_mask(seq, window, attention_mask, device) for window in self.spec_of_window}
+        hidden = self.model(input_ids, DenseContext(rope, masks))
         return CausalLMOutput(self.lm_head(hidden), hidden)
 
     def forward_paged(
@@ -154,9 +165,8 @@ class CausalLM(nn.Module):
         logit_rows
             ``[rows]`` int64: tokens whose logits are wanted; None for all.
         """
-        backend.plan(cache, self.windows)
-        cos, sin = self.model.rotary(position_ids)
-        hidden = self.model(input_ids, PagedContext(cos, sin, cache, backend))
+        backend.plan(cache, tuple(self.spec_of_window.values()))
+        hidden = self.model(input_ids, PagedContext(self.model.rotary(position_ids), cache, backend))
         rows = hidden if logit_rows is None else hidden[logit_rows]
         return CausalLMOutput(self.lm_head(rows), hidden)
 

@@ -127,6 +127,7 @@ class PagePool:
             PageGroup(spec, n, page_size, n_rows, max_seq_len, device, self._forget)
             for spec, n in zip(specs, n_pages, strict=True)
         )
+        self._gives_back = any(group.spec.kind == "window" for group in self.groups)
         self._windows = [(i, spec.window) for i, spec in enumerate(specs) if spec.window is not None]
         self._places = sorted(
             (layer, i, place) for i, spec in enumerate(specs) for place, layer in enumerate(spec.layers)
@@ -238,21 +239,26 @@ class PagePool:
         state.length = length
         return True
 
-    def record(self, row: int, token_ids: Sequence[int], computed_len: int) -> None:
+    def record(self, row: int, token_ids: Sequence[int], computed_len: int) -> int:
         """Take note that keys and values of `computed_len` tokens are written.
 
         The pages that are full now are indexed; pages whose keys no query from position `computed_len` on can see go
         back to their group.
+
+        Returns
+        -------
+        The length from which on the next call has something to do.
         """
         state, size = self._rows[row], self.page_size
         if computed_len >= state.give_back_len:
             self._give_back(state, computed_len)
         if self.prefix is None:
-            return
+            return computed_len + 1 if self._gives_back else sys.maxsize
         while (state.n_indexed + 1) * size <= computed_len:
             i = state.n_indexed
             state.parent = self.prefix.insert(state.parent, token_ids[i * size : (i + 1) * size], state.pages[0][i])
             state.n_indexed += 1
+        return (state.n_indexed + 1) * size
 
     def release(self, row: int) -> None:
         """Give the row and its pages back; indexed pages stay cached until their place is needed."""
@@ -353,6 +359,8 @@ class PagePool:
                 seq_lens_host=seq_lens_host,
                 q_lens_host=q_lens_host,
                 window=group.spec.window,
+                page_size=self.page_size,
+                contiguous=self.contiguous,
             )
             for group, buffer, out_loc in zip(self.groups, workspace.out_cache_locs, out_locs, strict=True)
         ]

@@ -50,6 +50,11 @@ def context_len(model: ModelConfig, config: EngineConfig) -> int:
     return config.max_seq_len or context
 
 
+def resolve_kv_dtype(config: EngineConfig, model_dtype: torch.dtype) -> torch.dtype:
+    """Return the type of keys and values in the pool."""
+    return model_dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+
+
 def plan_cache(model: CausalLM, config: EngineConfig) -> CachePlan:
     """Size the KV cache of a loaded model.
 
@@ -59,7 +64,7 @@ def plan_cache(model: CausalLM, config: EngineConfig) -> CachePlan:
         If ``max_seq_len`` exceeds the model's context, or one sequence of it does not fit into the memory.
     """
     wanted_len = context_len(model.config, config)
-    dtype = model.dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
+    dtype = resolve_kv_dtype(config, model.dtype)
     contiguous = config.cache_mode == "contiguous"
     specs = KVSpec.groups(model.config, dtype, whole=contiguous or config.prefix_cache)
     page_size = -(-wanted_len // 16) * 16 if contiguous else config.page_size

@@ -5,6 +5,7 @@ Each raises ValueError for arguments out of range and RuntimeError when CUDA ref
 """
 
 _Rows = tuple[int, int, int]  # address, outer stride, inner stride
+_Matrix = tuple[int, int]  # address, stride of the rows
 _Heads = tuple[int, int, int, int, int, int, int]  # in, out, their token and head strides, heads
 
 def rms_norm(
@@ -55,4 +56,147 @@ def rotary(
     interleaved: bool,
     /,
 ) -> None: ...
+def linear(
+    dtype: int,
+    device: int,
+    stream: int,
+    x: _Matrix,
+    weight: _Matrix,
+    bias: int,
+    residual: _Matrix,
+    out: _Matrix,
+    norm_weight: int,
+    norm_eps: float,
+    rows: int,
+    features: int,
+    depth: int,
+    swiglu: bool,
+    /,
+) -> None: ...
+def qkv_norm_rope_write(
+    dtype: int,
+    device: int,
+    stream: int,
+    qkv: tuple[int, int],
+    q: _Rows,  # address, token stride, head stride
+    k_buffer: _Rows,  # address, slot stride, head stride
+    v_buffer: _Rows,
+    k_scale: tuple[int, int],
+    v_scale: tuple[int, int],
+    q_norm: int,
+    k_norm: int,
+    cos: tuple[int, int],
+    sin: tuple[int, int],
+    max_pos: int,
+    position_ids: tuple[int, int],
+    positions_are_64_bit: bool,
+    out_cache_loc: tuple[int, int],
+    locs_are_64_bit: bool,
+    pool_size: int,
+    tokens: int,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    eps: float,
+    interleaved: bool,
+    /,
+) -> None: ...
+def gated_activation(
+    dtype: int,
+    kind: int,  # 0 silu, 1 gelu_tanh, 2 gelu
+    device: int,
+    stream: int,
+    x: _Rows,
+    out: _Rows,
+    rows: int,
+    inner: int,
+    width: int,
+    /,
+) -> None: ...
+def embedding(
+    dtype: int,
+    device: int,
+    stream: int,
+    ids: tuple[int, int],
+    ids_are_64_bit: bool,
+    table: tuple[int, int],
+    out: tuple[int, int],
+    tokens: int,
+    vocab: int,
+    hidden: int,
+    /,
+) -> None: ...
+def sample(
+    dtype: int,
+    device: int,
+    stream: int,
+    logits: tuple[int, int],
+    out: tuple[int, int],
+    rows: int,
+    vocab: int,
+    filters: list[tuple[int, int]],  # temperature, top_k, top_p, min_p, seed, position: address (0: absent), stride
+    penalties: list[tuple[int, int]],  # presence, frequency, repetition
+    counts: tuple[int, int],
+    seen: tuple[int, int],
+    /,
+) -> None: ...
+
+_HeadRows = tuple[int, int, int]  # address, token and head stride
+_Keys = tuple[int, int, int, int]  # address; slot, head and batch stride
+_Table = tuple[int, int]  # address (0: none), row stride
+_Shape = tuple[int, int, int, int, int]  # heads, kv heads, head_dim, q_len, window (0: none)
+_Scratch = tuple[int, int, int, int, int]  # plan, partial_out, partial_ml, counters, max_chunks
+
+def attention_decode(
+    dtype: int,
+    device: int,
+    stream: int,
+    q: _HeadRows,
+    out: _HeadRows,
+    lse: int,
+    k: _Keys,
+    v: _Keys,
+    table: _Table,
+    mask: _Table,
+    sinks: int,
+    shape: _Shape,
+    scale: float,
+    softcap: float,
+    overlap: bool,
+    scratch: _Scratch,
+    /,
+) -> None: ...
+def attention_prefill(
+    dtype: int,
+    device: int,
+    stream: int,
+    q: _HeadRows,
+    out: _HeadRows,
+    lse: int,
+    k: _Keys,
+    v: _Keys,
+    table: _Table,
+    mask: _Table,
+    sinks: int,
+    shape: _Shape,
+    scale: float,
+    softcap: float,
+    batch: tuple[int, int, int, int],
+    n_tokens: int,
+    /,
+) -> None: ...
+def attention_plan(
+    device: int,
+    stream: int,
+    seq_lens: int,
+    req_indices: int,
+    plan: int,
+    batch: int,
+    max_chunks: int,
+    shape: _Shape,
+    fixed_len: int,
+    /,
+) -> None: ...
+def attention_capacity(head_dim: int, n_heads: int, n_kv_heads: int, q_len: int, device: int, /) -> tuple[int, int]: ...
 def build_info() -> dict[str, str | int]: ...

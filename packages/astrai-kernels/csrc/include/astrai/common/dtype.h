@@ -3,6 +3,7 @@
 
 #ifdef __CUDACC_RTC__
 // `long`, not `long long`: nvcc's <cstdint> says so, and mangled names must agree.
+typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
 typedef int int32_t;
 typedef unsigned int uint32_t;

@@ -18,12 +18,28 @@ namespace astrai {
 ///
 /// cudaLaunchKernelEx rather than <<<>>>: its result is this launch's, where cudaGetLastError would also report, and
 /// clear, an error that somebody else left behind.
+///
+/// From compute capability 9.0 on, with programmatic stream serialisation: the kernel's blocks may become resident
+/// while the kernel before it on the stream still runs, so each must call pdl_wait() (common/pdl.cuh) before it reads
+/// what an earlier kernel wrote and before its first store.
 template <typename... Params>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, cudaStream_t stream, Params... arguments) {
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
+                   Params... arguments) {
+  int device = 0;
+  int major = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = major >= 9 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

@@ -7,8 +7,10 @@
 #pragma once
 
 #include "astrai/common/launch.cuh"
+#include "astrai/common/pdl.cuh"
 #include "astrai/common/types.cuh"
 #include "astrai/rotary/params.h"
+#include "astrai/rotary/turn.cuh"
 
 namespace astrai {
 
@@ -20,19 +22,15 @@ struct RotaryTiling {
   int tokens_per_block;  // 1 when a token needs several blocks (gridDim.y)
 };
 
-/// Bits of a quiet NaN: what a position outside the table yields, since a kernel can neither raise nor guess.
-constexpr uint32_t kNotANumber = 0x7fffffffu;
-
 template <bool kInterleaved>
 __device__ __forceinline__ void rotate(float (&first)[kOctet], float (&second)[kOctet], const float (&cos)[kOctet],
                                        const float (&sin)[kOctet]) {
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) {
-    // fmaf and __fmul_rn are spelled out: contraction left to the compiler could differ between instances.
     float& a = kInterleaved ? (i < 4 ? first[2 * i % 8] : second[2 * i % 8]) : first[i];
     float& b = kInterleaved ? (i < 4 ? first[2 * i % 8 + 1] : second[2 * i % 8 + 1]) : second[i];
-    const float turned_a = fmaf(a, cos[i], -__fmul_rn(b, sin[i]));
-    const float turned_b = fmaf(b, cos[i], __fmul_rn(a, sin[i]));
+    const float turned_a = turn(a, b, cos[i], -sin[i]);
+    const float turned_b = turn(b, a, cos[i], sin[i]);
     a = turned_a;
     b = turned_b;
   }
@@ -42,6 +40,8 @@ __device__ __forceinline__ void rotate(float (&first)[kOctet], float (&second)[k
 /// boundary and is whole. Neither changes a bit of the result.
 template <typename T, bool kInterleaved, bool kAligned, int kHeads>
 __global__ void __launch_bounds__(256, kHeads == 1 ? 4 : 2) rotary_kernel(const RotaryParams params, const RotaryTiling tiling) {
+  pdl_wait();
+  pdl_release();
   const int units = tiling.items * tiling.head_groups;
   const int local = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x);
   const int token_in_block = local / units;
@@ -191,7 +191,7 @@ cudaError_t launch_rotary(const RotaryParams& params, bool interleaved, cudaStre
 
 #define ASTRAI_CASE(T_, INTERLEAVED, ALIGNED, HEADS)                                                             \
   if (interleaved == INTERLEAVED && aligned == ALIGNED && heads_per_thread == HEADS) {                           \
-    return launch(rotary_kernel<T_, INTERLEAVED, ALIGNED, HEADS>, grid, dim3(kThreads), stream, params, tiling); \
+    return launch(rotary_kernel<T_, INTERLEAVED, ALIGNED, HEADS>, grid, dim3(kThreads), 0, stream, params, tiling); \
   }
   ASTRAI_ROTARY_CASES(ASTRAI_CASE, T)
 #undef ASTRAI_CASE

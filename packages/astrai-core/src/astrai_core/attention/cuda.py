@@ -1,0 +1,90 @@
+"""Attention through the CUDA kernels, which read keys and values in the pool itself (row A2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from astrai_core import kernels
+from astrai_core.attention.backend import AttentionSpec
+from astrai_core.attention.gather import ChunkedBackend
+
+if TYPE_CHECKING:
+    from astrai_core.attention.metadata import AttentionMetadata, KVCache
+
+MIN_CAPABILITY = (8, 0)
+"""mma.sync on bf16 and cp.async."""
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+class CudaBackend(ChunkedBackend):
+    """Decodes by the split-KV kernel through the pool's table of slots; any page size.
+
+    An instance serves one engine: it keeps the kernel's plan for each kind of layer at a fixed address, sized by the rows
+    of the table, and a step overwrites it. The lengths are read on the device, so a captured step replays for any.
+
+    Raises
+    ------
+    BackendError
+        If the kernels cannot be used here; the message says why and what to do.
+    """
+
+    def __init__(self) -> None:
+        self._kernels: Any = kernels.module("attention")
+        self._plans: dict[tuple[int, int, int, int, int | None], Any] = {}
+
+    @staticmethod
+    def unavailable(device: torch.device, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+        """Say why the kernels cannot run there: device, wheel, compute capability, type or head size."""
+        if device.type != "cuda":
+            return "it needs a CUDA device; use the backend torch_native"
+        found = kernels.status()
+        if not found.available:
+            return f"{kernels.DISTRIBUTION} cannot be used: {found.reason}; {found.remedy}"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < MIN_CAPABILITY:
+            return (
+                f"the GPU has compute capability {capability[0]}.{capability[1]}, the kernels need "
+                f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}; use the backend torch_native"
+            )
+        if dtype not in DTYPES or kv_dtype != dtype:
+            return (
+                f"the model has dtype {dtype} and the KV cache {kv_dtype}, the kernels take float16 or bfloat16, the same "
+                "for both; load the model in bfloat16 or use the backend torch_native"
+            )
+        known = kernels.module("attention").HEAD_DIMS
+        if head_dim not in known:
+            return (
+                f"head_dim is {head_dim}, the kernels know {', '.join(map(str, known))}; use the backend torch_native"
+            )
+        return None
+
+    @staticmethod
+    def supports_graph() -> bool:
+        """Return True: a step of single queries reads nothing from the host."""
+        return True
+
+    def plan_decode(self, metadata: AttentionMetadata, spec: AttentionSpec, n_decode: int) -> Any:
+        """Cut the work of the requests on the device: one launch."""
+        key = (metadata.req_to_token.shape[0], spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.window)
+        plan = self._plans.get(key)
+        if plan is None:
+            rows, *heads, window = key
+            device = metadata.req_to_token.device
+            plan = self._plans[key] = self._kernels.DecodePlan(rows, *heads, device, window=window)
+        plan.update(metadata.seq_lens[:n_decode], metadata.req_indices[:n_decode])
+        return plan
+
+    def fwd_decode(self, q: Tensor, spec: AttentionSpec, cache: KVCache) -> Tensor:
+        """Attend with all single-query requests in one launch."""
+        k_buffer, v_buffer, metadata = cache.of(spec.layer)
+        return self._kernels.decode_attention(
+            q,
+            k_buffer,
+            v_buffer,
+            metadata.plan.decode[spec.window],
+            req_to_token=metadata.req_to_token,
+            scale=spec.scale,
+        )

@@ -1,0 +1,122 @@
+// Family "attention": the planner, and the checks in front of decode.
+
+#include "astrai/attention/plan.cuh"
+
+#ifndef __CUDACC_RTC__
+
+#include "decode.h"
+#include "guard.h"
+#include "ops.h"
+#include "prefill.h"
+
+namespace astrai {
+
+namespace {
+
+void check_heads(const char* what, int head_dim, int n_heads, int n_kv_heads, int q_len) {
+  require(head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 192 || head_dim == 256,
+          what, "head_dim must be 64, 80, 96, 128, 192 or 256");
+  require(n_kv_heads >= 1 && n_heads >= n_kv_heads && n_heads % n_kv_heads == 0 && n_heads <= (1 << 20), what,
+          "n_heads must be a multiple of n_kv_heads, which must be at least 1");
+  require(q_len >= 1 && q_len <= 1024, what, "q_len must lie between 1 and 1024");
+}
+
+void check_operands(const char* what, const AttentionParams& params, int dtype) {
+  require(dtype == 1 || dtype == 2, what, "dtype must be 1 (float16) or 2 (bfloat16)");
+  require(params.q && params.out && params.k && params.v, what, "no tensor may be null");
+  require(is_aligned(params.q, 16) && is_aligned(params.k, 16) && is_aligned(params.v, 16) &&
+              is_aligned(params.out, 16),
+          what, "q, k, v and out must start at multiples of 16 bytes");
+  for (const int64_t stride :
+       {params.q_token_stride, params.q_head_stride, params.k_slot_stride, params.k_head_stride, params.k_batch_stride,
+        params.v_slot_stride, params.v_head_stride, params.v_batch_stride, params.out_token_stride,
+        params.out_head_stride}) {
+    require(stride % 8 == 0, what, "every stride must be a multiple of 8 elements");
+  }
+  require(params.k_slot_stride >= 0 && params.k_slot_stride < (int64_t{1} << 30) && params.v_slot_stride >= 0 &&
+              params.v_slot_stride < (int64_t{1} << 30),
+          what, "slots must lie less than 2^30 elements apart");
+  require(params.window >= 0, what, "window must not be negative");
+  require(params.softcap >= 0.0f, what, "softcap must not be negative");
+}
+
+bool has_extras(const AttentionParams& params) { return params.softcap > 0.0f || params.sinks || params.mask; }
+
+}  // namespace
+
+AttentionCapacity attention_capacity(int head_dim, int n_heads, int n_kv_heads, int q_len, int device) {
+  const char* what = "attention_capacity";
+  check_heads(what, head_dim, n_heads, n_kv_heads, q_len);
+  const DeviceGuard guard(device, what);
+  AttentionCapacity capacity = {};
+  capacity.units = decode_units(head_dim, n_heads, n_kv_heads, q_len);
+  check(decode_workers(head_dim, n_heads / n_kv_heads * q_len, &capacity.workers), what);
+  return capacity;
+}
+
+void launch_attention_plan(AttentionPlanParams params, int head_dim, int n_heads, int n_kv_heads, int device,
+                           std::uintptr_t stream) {
+  const char* what = "plan_decode";
+  check_heads(what, head_dim, n_heads, n_kv_heads, params.q_len);
+  require(params.batch >= 0 && params.max_chunks >= params.batch, what, "max_chunks must be at least the batch");
+  require(params.window >= 0, what, "window must not be negative");
+  require(params.fixed_len >= 0 && params.fixed_len % kChunkAlign == 0, what, "fixed_len must be a multiple of 64");
+  require(params.batch == 0 || params.seq_lens, what, "seq_lens must not be null");
+  require(params.plan && is_aligned(params.plan, 16), what, "plan must be 16-byte aligned and not null");
+  const DeviceGuard guard(device, what);
+  params.units = decode_units(head_dim, n_heads, n_kv_heads, params.q_len);
+  check(decode_workers(head_dim, n_heads / n_kv_heads * params.q_len, &params.workers), what);
+  check(plan(params, reinterpret_cast<cudaStream_t>(stream)), what);
+}
+
+void launch_attention_decode(const AttentionParams& params, int dtype, int max_chunks, int device,
+                             std::uintptr_t stream) {
+  const char* what = "decode_attention";
+  check_heads(what, params.head_dim, params.n_heads, params.n_kv_heads, params.q_len);
+  require(max_chunks >= 0 && max_chunks <= (1 << 24), what, "max_chunks must lie between 0 and 2^24");
+  if (max_chunks == 0) return;
+  require(params.plan, what, "no tensor may be null");
+  require(params.partial_out && params.partial_ml && params.counters, what, "no scratch may be null");
+  check_operands(what, params, dtype);
+  const DeviceGuard guard(device, what);
+  const int64_t max_items = static_cast<int64_t>(max_chunks) *
+                            decode_units(params.head_dim, params.n_heads, params.n_kv_heads, params.q_len);
+  const bool extras = has_extras(params) || !params.req_to_token;
+  const DType type = static_cast<DType>(dtype);
+  const auto run = reinterpret_cast<cudaStream_t>(stream);
+  switch (params.head_dim) {
+    case 64: return check(decode_64(params, type, max_items, extras, run), what);
+    case 80: return check(decode_80(params, type, max_items, extras, run), what);
+    case 96: return check(decode_96(params, type, max_items, extras, run), what);
+    case 128: return check(decode_128(params, type, max_items, extras, run), what);
+    case 192: return check(decode_192(params, type, max_items, extras, run), what);
+    default: return check(decode_256(params, type, max_items, extras, run), what);
+  }
+}
+
+void launch_attention_prefill(const AttentionParams& params, int dtype, std::int64_t n_tokens, int device,
+                              std::uintptr_t stream) {
+  const char* what = "prefill_attention";
+  check_heads(what, params.head_dim, params.n_heads, params.n_kv_heads, 1);
+  require(n_tokens >= 0 && params.batch >= 0, what, "tokens and batch must not be negative");
+  if (n_tokens == 0 || params.batch == 0) return;
+  require(params.qo_indptr && params.seq_lens, what, "qo_indptr and seq_lens must not be null");
+  require(params.scale > 0.0f, what, "scale must be positive");
+  check_operands(what, params, dtype);
+  const DeviceGuard guard(device, what);
+  const bool extras = has_extras(params);
+  const DType type = static_cast<DType>(dtype);
+  const auto run = reinterpret_cast<cudaStream_t>(stream);
+  switch (params.head_dim) {
+    case 64: return check(prefill_64(params, type, n_tokens, extras, run), what);
+    case 80: return check(prefill_80(params, type, n_tokens, extras, run), what);
+    case 96: return check(prefill_96(params, type, n_tokens, extras, run), what);
+    case 128: return check(prefill_128(params, type, n_tokens, extras, run), what);
+    case 192: return check(prefill_192(params, type, n_tokens, extras, run), what);
+    default: return check(prefill_256(params, type, n_tokens, extras, run), what);
+  }
+}
+
+}  // namespace astrai
+
+#endif  // __CUDACC_RTC__

@@ -1,0 +1,56 @@
+// Family "linear".
+
+#include "astrai/linear/linear.cuh"
+
+namespace astrai {
+
+// Instantiated by name as well, so that NVRTC, which compiles no launch code, compiles every kernel.
+#define ASTRAI_INSTANTIATE(T, TILES, WARPS, STAGES, NORM) \
+  template __global__ void linear_narrow_kernel<T, TILES, WARPS, STAGES, NORM>(const LinearParams);
+ASTRAI_LINEAR_NARROW_CASES(ASTRAI_INSTANTIATE, float16)
+ASTRAI_LINEAR_NARROW_CASES(ASTRAI_INSTANTIATE, bfloat16)
+#undef ASTRAI_INSTANTIATE
+#define ASTRAI_INSTANTIATE(T, ROW_TILES, DOWN, ACROSS, TILES, STAGES, BLOCKS) \
+  template __global__ void linear_wide_kernel<T, ROW_TILES, DOWN, ACROSS, TILES, STAGES>(const LinearParams);
+ASTRAI_LINEAR_WIDE_CASES(ASTRAI_INSTANTIATE, float16)
+ASTRAI_LINEAR_WIDE_CASES(ASTRAI_INSTANTIATE, bfloat16)
+#undef ASTRAI_INSTANTIATE
+
+}  // namespace astrai
+
+#ifndef __CUDACC_RTC__
+
+#include "guard.h"
+#include "ops.h"
+
+namespace astrai {
+
+void launch_linear(const LinearParams& params, int dtype, int device, std::uintptr_t stream) {
+  const char* what = "linear";
+  require(dtype == 1 || dtype == 2, what, "dtype must be 1 (float16) or 2 (bfloat16)");
+  require(params.rows >= 0 && params.rows <= kLinearMostRows, what, "rows must lie between 0 and 128");
+  require(params.features >= 0 && params.features <= (1 << 28), what, "features must lie between 0 and 2^28");
+  require(params.depth >= kOctet && params.depth % kOctet == 0 && params.depth <= (1 << 28), what,
+          "depth must be a multiple of 8 between 8 and 2^28");
+  if (params.rows == 0 || params.features == 0) return;
+  require(params.x && params.weight && params.out, what, "x, weight and out must not be null");
+  require(is_aligned(params.x, 16) && (params.rows == 1 || params.x_stride % kOctet == 0), what,
+          "rows of x must start at multiples of 16 bytes");
+  require(is_aligned(params.weight, 16) && params.weight_stride % kOctet == 0, what,
+          "rows of weight must start at multiples of 16 bytes");
+  require(is_aligned(params.out, 2) && is_aligned(params.bias, 2) && is_aligned(params.residual, 2), what,
+          "every pointer must be a multiple of the element size");
+  require(!params.swiglu || (!params.bias && !params.residual), what, "swiglu takes neither bias nor residual");
+  if (params.norm_weight) {
+    require(params.rows <= kNarrowRows && static_cast<int64_t>(params.rows) * params.depth * 2 <= kLinearMostNormBytes,
+            what, "norm_weight takes at most 8 rows and 64 KiB of x");
+    require(is_aligned(params.norm_weight, 16), what, "norm_weight must start at a multiple of 16 bytes");
+    require(params.norm_eps >= 0.0f, what, "norm_eps must not be negative");
+  }
+  const DeviceGuard guard(device, what);
+  check(linear(params, static_cast<DType>(dtype), reinterpret_cast<cudaStream_t>(stream)), what);
+}
+
+}  // namespace astrai
+
+#endif  // __CUDACC_RTC__

@@ -1,0 +1,316 @@
+// Between the QKV projection and attention, in one launch: RMSNorm of each q and k head (Qwen3's qk-norm), rotary
+// position embedding, and k and v into their slots of the pool.
+//
+// The same bits as rms_norm, apply_rotary and two index_copy_ in sequence: the norm's and the rotary's own device
+// functions run on the same octets in the same tree, and the normed head is rounded before it is turned.
+//
+// An e4m3 pool holds round(x / s) with s = max|x| / 448 per token and head, of the values that a wider pool would hold.
+#pragma once
+
+#include "astrai/common/fp8.cuh"
+#include "astrai/common/launch.cuh"
+#include "astrai/common/pdl.cuh"
+#include "astrai/common/reduce.cuh"
+#include "astrai/common/types.cuh"
+#include "astrai/fused/norm_octet.cuh"
+#include "astrai/fused/params.h"
+#include "astrai/rotary/turn.cuh"
+
+namespace astrai {
+
+constexpr int kQkvThreads = 128;
+/// Heads of one token that a team takes when there are enough: they share one read of the tables and of the weights.
+constexpr int kQkvHeads = 4;
+
+/// Largest of `kLanes` neighbouring lanes, on each of them; NaN loses. All 32 lanes of the warp must call it.
+template <int kLanes>
+__device__ __forceinline__ float lanes_max(float value) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+  }
+  return value;
+}
+
+__device__ __forceinline__ int64_t load_index(const void* source, int64_t element, bool is_64_bit) {
+  return is_64_bit ? static_cast<const int64_t*>(source)[element] : static_cast<const int32_t*>(source)[element];
+}
+
+/// What turns one octet of a head: for element i, the cosine and the sine with the sign that turn() wants.
+struct OctetAngles {
+  float cos[kOctet];
+  float sin[kOctet];
+};
+
+/// Angles of the octet that starts at `begin`; elements from rotary_dim on get an angle of zero and are not to be used.
+template <bool kAligned>
+__device__ __forceinline__ OctetAngles load_angles(const QkvParams& params, int64_t position, int begin) {
+  OctetAngles angles;
+  const int half = params.rotary_dim / 2;
+  if (position < 0 || position >= params.max_pos) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) angles.cos[i] = angles.sin[i] = __uint_as_float(kNotANumber);
+    return angles;
+  }
+  const float* cos = params.cos + position * params.cos_stride;
+  const float* sin = params.sin + position * params.sin_stride;
+  if constexpr (kAligned) {
+    if (params.interleaved) {
+      const uint4 c = load_readonly(reinterpret_cast<const uint4*>(cos + begin / 2));
+      const uint4 s = load_readonly(reinterpret_cast<const uint4*>(sin + begin / 2));
+      const uint32_t c_word[4] = {c.x, c.y, c.z, c.w};
+      const uint32_t s_word[4] = {s.x, s.y, s.z, s.w};
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) {
+        angles.cos[i] = __uint_as_float(c_word[i / 2]);
+        angles.sin[i] = i % 2 ? __uint_as_float(s_word[i / 2]) : -__uint_as_float(s_word[i / 2]);
+      }
+    } else {
+      const int pair = begin < half ? begin : begin - half;
+      unpack(load_octet<true, true>(cos + pair, kOctet), angles.cos);
+      unpack(load_octet<true, true>(sin + pair, kOctet), angles.sin);
+      if (begin < half) {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) angles.sin[i] = -angles.sin[i];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      const int d = begin + i;
+      angles.cos[i] = 1.0f;
+      angles.sin[i] = 0.0f;
+      if (d < params.rotary_dim) {
+        const int pair = params.interleaved ? d / 2 : d < half ? d : d - half;
+        const bool is_first = params.interleaved ? d % 2 == 0 : d < half;
+        const float s = __uint_as_float(load_readonly(reinterpret_cast<const uint32_t*>(sin + pair)));
+        angles.cos[i] = __uint_as_float(load_readonly(reinterpret_cast<const uint32_t*>(cos + pair)));
+        angles.sin[i] = is_first ? -s : s;
+      }
+    }
+  }
+  return angles;
+}
+
+/// kTeam: neighbouring lanes that share a head, an octet each (rms_norm_shape: the reduction contract).
+/// kHeads: heads of a token per team, `groups` apart.
+/// kAligned: every octet starts at a 16-byte boundary and is whole, and so is each half of the rotated part.
+template <typename T, int kTeam, int kHeads, bool kAligned>
+__global__ void __launch_bounds__(kQkvThreads) qkv_kernel(const QkvParams params, const uint32_t groups) {
+  static_assert(kAligned || kHeads == 1, "the exchange below holds one head a team");
+  const int rank = static_cast<int>(threadIdx.x) % kTeam;
+  const int begin = rank * kOctet;
+  const int count = params.head_dim - begin;  // elements of this lane's octet; none if not positive
+  const uint32_t unit = blockIdx.x * (kQkvThreads / kTeam) + threadIdx.x / kTeam;
+  const int64_t token = unit / groups;
+  const int group = static_cast<int>(unit % groups);
+  const int heads = params.n_heads + 2 * params.n_kv_heads;
+  const bool has_token = token < params.tokens && count > 0;
+  const bool norms = params.q_norm != nullptr || params.k_norm != nullptr;
+  const bool rotates = params.cos != nullptr;
+
+  Octet<T> q_weight = {};
+  Octet<T> k_weight = {};
+  if (count > 0) {
+    if (params.q_norm) q_weight = load_octet<kAligned, true>(static_cast<const T*>(params.q_norm) + begin, count);
+    if (params.k_norm) k_weight = load_octet<kAligned, true>(static_cast<const T*>(params.k_norm) + begin, count);
+  }
+
+  pdl_wait();
+  pdl_release();
+
+  int64_t position = 0;
+  int64_t slot = -1;
+  if (has_token) {
+    if (rotates) position = load_index(params.position_ids, token * params.position_stride, params.positions_are_64_bit);
+    slot = load_index(params.out_cache_loc, token * params.loc_stride, params.locs_are_64_bit);
+  }
+
+  Octet<T> value[kHeads] = {};
+#pragma unroll
+  for (int j = 0; j < kHeads; ++j) {
+    const int head = group + j * static_cast<int>(groups);
+    if (has_token && head < heads) {
+      const T* source = static_cast<const T*>(params.qkv) + token * params.qkv_stride;
+      value[j] = load_octet<kAligned, false>(source + static_cast<int64_t>(head) * params.head_dim + begin, count);
+    }
+  }
+
+  const bool turns = rotates && has_token && begin < params.rotary_dim;
+  OctetAngles angles = {};
+  if (turns) angles = load_angles<kAligned>(params, position, begin);
+
+#pragma unroll
+  for (int j = 0; j < kHeads; ++j) {
+    const int head = group + j * static_cast<int>(groups);
+    const bool wanted = has_token && head < heads;
+    const bool is_q = head < params.n_heads;
+    const bool is_v = head >= params.n_heads + params.n_kv_heads;
+
+    if (norms) {
+      const float total = lanes_sum<kTeam>(wanted ? sum_of_squares(value[j], 0.0f) : 0.0f);
+      if (wanted && !is_v && (is_q ? params.q_norm : params.k_norm) != nullptr) {
+        const float scale = inverse_rms(total, params.head_dim, params.eps);
+        Octet<T> weight;  // word by word: a choice between the two objects would put them into local memory
+#pragma unroll
+        for (int i = 0; i < Octet<T>::kWords; ++i) weight.word[i] = is_q ? q_weight.word[i] : k_weight.word[i];
+        value[j] = scale_and_weigh(value[j], scale, weight);
+      }
+    }
+
+    if (rotates) {
+      float own[kOctet];
+      float partner[kOctet];
+      unpack(value[j], own);
+      if constexpr (kAligned) {
+        if (params.interleaved) {
+#pragma unroll
+          for (int i = 0; i < kOctet; ++i) partner[i] = own[i ^ 1];
+        } else {
+          // Octets of the two halves lie rotary_dim / 16 lanes apart; a lane without a partner reads its own.
+          const int apart = params.rotary_dim / (2 * kOctet);
+          const int lane = static_cast<int>(threadIdx.x) % 32;
+          const int from = begin >= params.rotary_dim ? lane : rank < apart ? lane + apart : lane - apart;
+          Octet<T> other;
+#pragma unroll
+          for (int i = 0; i < Octet<T>::kWords; ++i) {
+            other.word[i] = __shfl_sync(0xffffffffu, value[j].word[i], from);
+          }
+          unpack(other, partner);
+        }
+      } else {
+        __shared__ float exchange[kQkvThreads * kOctet];
+        float* row = exchange + (threadIdx.x / kTeam) * kTeam * kOctet;
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) row[begin + i] = own[i];
+        __syncwarp();
+        const int half = params.rotary_dim / 2;
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) {
+          const int d = begin + i;
+          const int from = params.interleaved ? d ^ 1 : d < half ? d + half : d - half;
+          partner[i] = d < params.rotary_dim ? row[from] : 0.0f;
+        }
+      }
+      if (turns && wanted && !is_v) {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) {
+          if (kAligned || begin + i < params.rotary_dim) {
+            own[i] = turn(own[i], partner[i], angles.cos[i], angles.sin[i]);
+          }
+        }
+        pack(own, value[j]);
+      }
+    }
+
+    if (params.k_scale != nullptr) {
+      float own[kOctet];
+      unpack(value[j], own);
+      float largest = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) largest = fmaxf(largest, fabsf(own[i]));
+      largest = lanes_max<kTeam>(wanted ? largest : 0.0f);
+      if (wanted && !is_q && slot >= 0 && slot < params.pool_size) {
+        const int row = head - params.n_heads - (is_v ? params.n_kv_heads : 0);
+        const float scale = __fdiv_rn(largest, kE4m3Largest);
+        const float inverse = scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) own[i] = __fmul_rn(own[i], inverse);
+        uint8_t* target = static_cast<uint8_t*>(is_v ? params.v_buffer : params.k_buffer) +
+                          slot * (is_v ? params.v_slot_stride : params.k_slot_stride) +
+                          row * (is_v ? params.v_head_stride : params.k_head_stride);
+        store_e4m3<kAligned>(target + begin, own, count);
+        if (rank == 0) {
+          float* scales = is_v ? params.v_scale : params.k_scale;
+          scales[slot * (is_v ? params.v_scale_stride : params.k_scale_stride) + row] = scale;
+        }
+      }
+    } else if (wanted && !is_q && slot >= 0 && slot < params.pool_size) {
+      const int row = head - params.n_heads - (is_v ? params.n_kv_heads : 0);
+      T* target = static_cast<T*>(is_v ? params.v_buffer : params.k_buffer) +
+                  slot * (is_v ? params.v_slot_stride : params.k_slot_stride) +
+                  row * (is_v ? params.v_head_stride : params.k_head_stride);
+      store_octet<kAligned>(target + begin, value[j], count);
+    }
+    if (wanted && is_q) {
+      T* target = static_cast<T*>(params.q) + token * params.q_token_stride + head * params.q_head_stride;
+      store_octet<kAligned>(target + begin, value[j], count);
+    }
+  }
+}
+
+// Every instance there is, as CASE(T, kTeam, kHeads, kAligned): the dispatcher below and bindings/qkv.cu expand it.
+#define ASTRAI_QKV_CASES(CASE, T) \
+  CASE(T, 8, 1, true)             \
+  CASE(T, 8, kQkvHeads, true)     \
+  CASE(T, 8, 1, false)            \
+  CASE(T, 16, 1, true)            \
+  CASE(T, 16, kQkvHeads, true)    \
+  CASE(T, 16, 1, false)           \
+  CASE(T, 32, 1, true)            \
+  CASE(T, 32, kQkvHeads, true)    \
+  CASE(T, 32, 1, false)
+
+#ifndef __CUDACC_RTC__
+
+inline bool qkv_is_aligned(const QkvParams& params, std::size_t bytes) {
+  const int64_t elements = static_cast<int64_t>(16 / bytes);
+  const bool wide = params.k_scale == nullptr;
+  // A pool's octets are stored as 16 bytes, or as 8 bytes of e4m3.
+  const std::size_t pool_alignment = wide ? 16 : 8;
+  const int64_t pool_elements = wide ? elements : 8;
+  const bool tables = params.cos == nullptr || (is_aligned(params.cos, 16) && is_aligned(params.sin, 16) &&
+                                                params.cos_stride % 4 == 0 && params.sin_stride % 4 == 0 &&
+                                                params.rotary_dim % (params.interleaved ? kOctet : 2 * kOctet) == 0);
+  return tables && params.head_dim % kOctet == 0 && is_aligned(params.qkv, 16) && is_aligned(params.q, 16) &&
+         is_aligned(params.q_norm, 16) && is_aligned(params.k_norm, 16) &&
+         is_aligned(params.k_buffer, pool_alignment) && is_aligned(params.v_buffer, pool_alignment) &&
+         (params.tokens <= 1 || (params.qkv_stride % elements == 0 && params.q_token_stride % elements == 0)) &&
+         params.q_head_stride % elements == 0 && params.k_slot_stride % pool_elements == 0 &&
+         params.k_head_stride % pool_elements == 0 && params.v_slot_stride % pool_elements == 0 &&
+         params.v_head_stride % pool_elements == 0;
+}
+
+template <typename T>
+cudaError_t launch_qkv(const QkvParams& params, cudaStream_t stream) {
+  const int team = rms_norm_shape(params.head_dim).team;
+  const bool aligned = qkv_is_aligned(params, sizeof(T));
+  int multiprocessors = 0;
+  const cudaError_t status = multiprocessor_count(&multiprocessors);
+  if (status != cudaSuccess) return status;
+  const int total = params.n_heads + 2 * params.n_kv_heads;
+  // Several heads a team once every multiprocessor has its threads anyway; a small batch needs the teams more.
+  const bool many = params.tokens * total * team >= static_cast<int64_t>(multiprocessors) * 2048 * kQkvHeads;
+  const int heads = aligned && many ? kQkvHeads : 1;
+  const uint32_t groups = static_cast<uint32_t>((total + heads - 1) / heads);
+  const int64_t teams_per_block = kQkvThreads / team;
+  const int64_t units = params.tokens * groups;
+  const int64_t blocks = (units + teams_per_block - 1) / teams_per_block;
+  if (units > 0x7fffffff) return cudaErrorInvalidValue;  // the kernel counts units in 32 bits
+  const dim3 grid(static_cast<unsigned int>(blocks));
+#define ASTRAI_CASE(T_, TEAM, HEADS, ALIGNED)                                                                    \
+  if (team == TEAM && heads == HEADS && aligned == ALIGNED) {                                                    \
+    return launch(qkv_kernel<T_, TEAM, HEADS, ALIGNED>, grid, dim3(kQkvThreads), 0, stream, params, groups);     \
+  }
+  ASTRAI_QKV_CASES(ASTRAI_CASE, T)
+#undef ASTRAI_CASE
+  return cudaErrorInvalidValue;
+}
+
+/// Launch on `stream` of the current device. `params` must be valid (bindings/qkv.cu checks them); tokens may be 0.
+inline cudaError_t qkv_norm_rope_write(const QkvParams& params, DType dtype, cudaStream_t stream) {
+  if (params.tokens == 0) return cudaSuccess;
+  switch (dtype) {
+    case DType::kFloat32:
+      return launch_qkv<float>(params, stream);
+    case DType::kFloat16:
+      return launch_qkv<float16>(params, stream);
+    case DType::kBFloat16:
+      return launch_qkv<bfloat16>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+#endif  // __CUDACC_RTC__
+
+}  // namespace astrai

@@ -1,0 +1,136 @@
+// One row of logits as a block of a cluster sees it: scores after penalties, as keys that integers can order.
+#pragma once
+
+#include "astrai/common/types.cuh"
+#include "astrai/sampling/cluster.cuh"
+#include "astrai/sampling/params.h"
+
+namespace astrai {
+
+// Keys: unsigned integers in the order of the scores. -0 equals +0; every NaN is the largest, as torch's argmax has it.
+constexpr uint32_t kNoKey = 0;  // of no score
+constexpr uint32_t kKeyOfMinusInfinity = 0x007fffffu;
+constexpr uint32_t kKeyOfInfinity = 0xff800000u;
+constexpr uint32_t kKeyOfNaN = 0xffffffffu;
+
+__device__ __forceinline__ uint32_t key_of(float score) {
+  const uint32_t bits = __float_as_uint(__fadd_rn(score, 0.0f));
+  if (score != score) return kKeyOfNaN;
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float score_of(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+/// Reads the octets of a row that belong to this block. Octet i of a row belongs to warp i / 32 of the cluster's warps
+/// in turn, which are dealt over the blocks: likely ids lie together, and each block should get its share.
+template <typename T, bool kPenalties, bool kAligned>
+struct Row {
+  /// Octets of a thread whose loads are in flight together.
+  static constexpr int kBatch = kPenalties ? 2 : sizeof(T) == 2 ? 8 : 4;
+
+  const T* logits;
+  const int32_t* counts;
+  const uint8_t* seen;
+  float presence;
+  float frequency;
+  float repetition;
+  int vocab;
+  int octets;
+  int step;   // octets that the cluster takes at a time
+  int first;  // this thread's octet of those
+
+  __device__ __forceinline__ Row(const SamplingParams& params, int64_t row, int rank, int size) {
+    logits = static_cast<const T*>(params.logits) + row * params.logits_stride;
+    vocab = params.vocab;
+    octets = (vocab + kOctet - 1) / kOctet;
+    step = size * kSamplingThreads;
+    first = (static_cast<int>(threadIdx.x) / 32 * size + rank) * 32 + static_cast<int>(threadIdx.x) % 32;
+    if constexpr (kPenalties) {
+      counts = params.counts + row * params.counts_stride;
+      seen = params.seen + row * params.seen_stride;
+      presence = params.presence.data[row * params.presence.stride];
+      frequency = params.frequency.data[row * params.frequency.stride];
+      repetition = params.repetition.data[row * params.repetition.stride];
+    }
+  }
+
+  __device__ __forceinline__ int rounds() const { return (octets + step - 1) / step; }
+
+  /// Zeros from the row's end on.
+  __device__ __forceinline__ Octet<T> load(int octet) const {
+    if (octet < octets) return load_octet<kAligned, true>(logits + octet * kOctet, vocab - octet * kOctet);
+    return {};
+  }
+
+  /// Keys of a loaded octet; kNoKey from the row's end on.
+  __device__ __forceinline__ void keys(const Octet<T>& raw, int octet, uint32_t (&key)[kOctet]) const {
+    float score[kOctet];
+    unpack(raw, score);
+    const int begin = octet * kOctet;
+    if constexpr (kPenalties) {
+      if (begin < vocab) penalise(begin, score);
+    }
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      const bool exists = kAligned ? octet < octets : begin + i < vocab;
+      key[i] = exists ? key_of(score[i]) : kNoKey;
+    }
+  }
+
+  /// The roundings of astrai_kernels.reference.apply_penalties, one an operation.
+  __device__ __forceinline__ void penalise(int begin, float (&score)[kOctet]) const {
+    int32_t count[kOctet];
+    uint32_t is_seen[kOctet];
+    if constexpr (kAligned) {
+      const uint4 low = load_readonly(reinterpret_cast<const uint4*>(counts + begin));
+      const uint4 high = load_readonly(reinterpret_cast<const uint4*>(counts + begin) + 1);
+      const uint32_t word[kOctet] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      const uint32_t first_four = load_readonly(reinterpret_cast<const uint32_t*>(seen + begin));
+      const uint32_t last_four = load_readonly(reinterpret_cast<const uint32_t*>(seen + begin) + 1);
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) {
+        count[i] = static_cast<int32_t>(word[i]);
+        is_seen[i] = ((i < 4 ? first_four : last_four) >> (8 * (i % 4))) & 0xffu;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) {
+        const bool exists = begin + i < vocab;
+        count[i] = exists ? counts[begin + i] : 0;
+        is_seen[i] = exists ? seen[begin + i] : 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      if (is_seen[i]) {
+        score[i] = score[i] > 0.0f ? __fdiv_rn(score[i], repetition) : __fmul_rn(score[i], repetition);
+      }
+      if (count[i] != 0) {
+        if (count[i] > 0) score[i] = __fsub_rn(score[i], presence);
+        score[i] = __fsub_rn(score[i], __fmul_rn(frequency, static_cast<float>(count[i])));
+      }
+    }
+  }
+
+  /// visit(round, octet, keys) for each of this thread's octets in rising order; all threads call it equally often.
+  template <typename Visit>
+  __device__ __forceinline__ void each_octet(Visit visit) const {
+    const int n_rounds = rounds();
+    for (int round = 0; round < n_rounds; round += kBatch) {
+      Octet<T> raw[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) raw[j] = load((round + j) * step + first);
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int octet = (round + j) * step + first;
+        uint32_t key[kOctet];
+        keys(raw[j], octet, key);
+        visit(round + j, octet, key);
+      }
+    }
+  }
+};
+
+}  // namespace astrai

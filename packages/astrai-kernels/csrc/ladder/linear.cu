@@ -1,0 +1,233 @@
+// linear against a double-precision reference; every kernel and variant bit by bit against every other (the reduction
+// contract); bandwidth of the projections of three models in one CUDA graph over weights that L2 cannot hold.
+//
+// `ladder_linear --tune` times further variants (stages, tiles, blocks a multiprocessor, clusters) and slice counts.
+
+#include "linear_speed.h"
+
+namespace {
+
+using astrai::LinearDevice;
+using astrai::LinearParams;
+using ladder::Storage;
+using ladder::Variant;
+
+enum class Epilogue { kNone, kBias, kResidual, kBoth, kSwiglu, kNorm };
+constexpr const char* kEpilogueNames[] = {"", " bias", " residual", " bias+residual", " swiglu", " norm"};
+
+struct Case {
+  int rows;
+  int features;
+  int depth;
+  int gap;  // poisoned elements after each row of x, residual and out
+};
+
+std::string name_of(const char* type, const Case& c, const char* remark) {
+  char text[128];
+  std::snprintf(text, sizeof text, "linear %s %d x %d x %d gap %d%s", type, c.rows, c.features, c.depth, c.gap, remark);
+  return text;
+}
+
+/// Everything that one case needs on the device.
+template <typename T>
+struct Operands {
+  Case c;
+  Epilogue epilogue;
+  int64_t x_stride;
+  int64_t out_stride;
+  std::vector<T> x, weight, bias, residual, norm;
+  ladder::Buffer<T> d_x, d_weight, d_bias, d_residual, d_norm, d_out;
+
+  Operands(const Case& shape, Epilogue kind)
+      : c(shape),
+        epilogue(kind),
+        x_stride(shape.depth + shape.gap / 8 * 8),
+        out_stride(shape.features + shape.gap),
+        x(with_gaps(ladder::random_values<T>(c.rows * x_stride, 1), c.depth, x_stride)),
+        weight(scaled(ladder::random_values<T>(static_cast<std::size_t>(weight_rows()) * c.depth, 2))),
+        bias(ladder::random_values<T>(c.features, 3)),
+        residual(with_gaps(ladder::random_values<T>(c.rows * out_stride, 4), c.features, out_stride)),
+        norm(ladder::random_values<T>(c.depth, 5)),
+        d_x(x),
+        d_weight(weight),
+        d_bias(bias),
+        d_residual(residual),
+        d_norm(norm),
+        d_out(ladder::poison<T>(c.rows * out_stride)) {}
+
+  int weight_rows() const { return epilogue == Epilogue::kSwiglu ? 2 * c.features : c.features; }
+  bool has_bias() const { return epilogue == Epilogue::kBias || epilogue == Epilogue::kBoth; }
+  bool has_residual() const { return epilogue == Epilogue::kResidual || epilogue == Epilogue::kBoth; }
+
+  static std::vector<T> with_gaps(std::vector<T> values, int64_t used, int64_t stride) {
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      if (static_cast<int64_t>(i) % stride >= used) values[i] = Storage<T>::pack(NAN);
+    }
+    return values;
+  }
+  std::vector<T> scaled(std::vector<T> values) const {
+    for (T& value : values) value = Storage<T>::pack(Storage<T>::unpack(value) / std::sqrt(static_cast<double>(c.depth)));
+    return values;
+  }
+
+  LinearParams params(int rows) const {
+    LinearParams p = {};
+    p.x = d_x.get();
+    p.x_stride = x_stride;
+    p.weight = d_weight.get();
+    p.weight_stride = c.depth;
+    p.bias = has_bias() ? d_bias.get() : nullptr;
+    p.residual = has_residual() ? d_residual.get() : nullptr;
+    p.residual_stride = out_stride;
+    p.out = d_out.get();
+    p.out_stride = out_stride;
+    p.norm_weight = epilogue == Epilogue::kNorm ? d_norm.get() : nullptr;
+    p.norm_eps = 1e-5f;
+    p.rows = rows;
+    p.features = c.features;
+    p.depth = c.depth;
+    p.swiglu = epilogue == Epilogue::kSwiglu;
+    return p;
+  }
+
+  /// Run into poisoned memory and read it back.
+  template <typename Launch>
+  std::vector<T> run(Launch launch) const {
+    const std::vector<T> nan = ladder::poison<T>(c.rows * out_stride);
+    ladder::check(cudaMemcpy(d_out.get(), nan.data(), nan.size() * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    ladder::check(launch(), "linear");
+    ladder::check(cudaDeviceSynchronize(), "linear");
+    return d_out.read();
+  }
+};
+
+template <typename T>
+double round_to(double value) {
+  return Storage<T>::unpack(Storage<T>::pack(value));
+}
+
+/// Largest deviation in units of what rounding may cause: of the result, and of a sum of `depth` products in fp32.
+template <typename T>
+double verify(const Case& c, Epilogue epilogue) {
+  const Operands<T> o(c, epilogue);
+  const std::vector<T> out = o.run([&] { return astrai::linear(o.params(c.rows), Storage<T>::kDType, nullptr); });
+  double worst = 0.0;
+#pragma omp parallel for reduction(max : worst)
+  for (int row = 0; row < c.rows; ++row) {
+    std::vector<double> x(c.depth);
+    double squares = 0.0;
+    for (int k = 0; k < c.depth; ++k) {
+      x[k] = Storage<T>::unpack(o.x[row * o.x_stride + k]);
+      squares += x[k] * x[k];
+    }
+    double slack = 1e-6;  // of the sum of magnitudes
+    if (epilogue == Epilogue::kNorm) {
+      const double scale = 1.0 / std::sqrt(squares / c.depth + 1e-5);
+      for (int k = 0; k < c.depth; ++k) x[k] = round_to<T>(round_to<T>(x[k] * scale) * Storage<T>::unpack(o.norm[k]));
+      slack += 0.1 * Storage<T>::kEpsilon;  // a few elements are rounded the other way
+    }
+    for (int feature = 0; feature < o.out_stride; ++feature) {
+      const double got = Storage<T>::unpack(out[row * o.out_stride + feature]);
+      if (feature >= c.features) {
+        if (got == got) worst = INFINITY;  // the gap was written
+        continue;
+      }
+      double sums[2] = {}, magnitudes[2] = {};
+      for (int half = 0; half < (epilogue == Epilogue::kSwiglu ? 2 : 1); ++half) {
+        const T* weight = o.weight.data() + (static_cast<std::size_t>(half) * c.features + feature) * c.depth;
+        for (int k = 0; k < c.depth; ++k) {
+          const double product = x[k] * Storage<T>::unpack(weight[k]);
+          sums[half] += product;
+          magnitudes[half] += std::fabs(product);
+        }
+      }
+      double expected = sums[0];
+      double allowed = magnitudes[0] * slack;
+      if (epilogue == Epilogue::kSwiglu) {
+        const double gate = sums[0] / (1.0 + std::exp(-sums[0]));
+        expected = gate * sums[1];
+        allowed = (magnitudes[0] * std::fabs(sums[1]) + magnitudes[1] * std::fabs(gate)) * 2e-6;
+      }
+      if (o.has_bias()) expected += Storage<T>::unpack(o.bias[feature]);
+      allowed += std::fabs(expected) * Storage<T>::kEpsilon * 1.01 + 4e-8;
+      if (o.has_residual()) {
+        expected += Storage<T>::unpack(o.residual[row * o.out_stride + feature]);
+        allowed += std::fabs(expected) * Storage<T>::kEpsilon * 1.01;
+      }
+      const double error = std::fabs(got - expected) / allowed;
+      if (!(error <= worst)) worst = std::isnan(error) ? INFINITY : error;
+    }
+  }
+  return worst;
+}
+
+/// 0 if every variant and every number of rows gives the bits that all rows at once give, infinity otherwise.
+template <typename T>
+double same_bits(const Case& c, Epilogue epilogue, const std::vector<Variant>& variants, std::string* culprit) {
+  LinearDevice device = {};
+  ladder::check(astrai::linear_device(&device), "linear_device");
+  const Operands<T> o(c, epilogue);
+  const std::vector<T> expected = o.run([&] { return astrai::linear(o.params(c.rows), Storage<T>::kDType, nullptr); });
+  const auto differs = [&](const std::vector<T>& got, int rows) {
+    return std::memcmp(got.data(), expected.data(), static_cast<std::size_t>(rows) * o.out_stride * sizeof(T)) != 0;
+  };
+  for (const int rows : {1, 2, 5, 8, 9, 16, 17, 32, 33, 64, 65, 127, 128}) {
+    if (rows > c.rows) continue;
+    if (differs(o.run([&] { return astrai::linear(o.params(rows), Storage<T>::kDType, nullptr); }), rows)) {
+      *culprit = std::to_string(rows) + " rows";
+      return INFINITY;
+    }
+    for (const Variant& variant : variants) {
+      LinearParams params = o.params(rows);
+      astrai::derive(params);
+      if (!ladder::suits(variant, params, device)) continue;
+      if (differs(o.run([&] { return variant.launch(params, device); }), rows)) {
+        *culprit = variant.name + ", " + std::to_string(rows) + " rows";
+        return INFINITY;
+      }
+    }
+  }
+  return 0.0;
+}
+
+template <typename T>
+void verify_all(ladder::Report& report, bool quick) {
+  const char* type = Storage<T>::kName;
+  const Case cases[] = {{1, 1, 8, 0},       {3, 7, 24, 5},      {8, 16, 64, 0},     {5, 100, 136, 4},  {8, 300, 1544, 8},
+                        {2, 1536, 1536, 0}, {9, 33, 72, 3},     {16, 129, 200, 8},  {17, 260, 640, 4}, {32, 1000, 576, 0},
+                        {33, 65, 1032, 1},  {64, 515, 264, 12}, {128, 520, 1096, 8}, {100, 130, 2056, 2}};
+  for (const Case& c : cases) {
+    for (const Epilogue epilogue : {Epilogue::kNone, Epilogue::kBias, Epilogue::kResidual, Epilogue::kBoth,
+                                    Epilogue::kSwiglu, Epilogue::kNorm}) {
+      if (epilogue == Epilogue::kNorm && c.rows > astrai::kNarrowRows) continue;
+      report.row(name_of(type, c, kEpilogueNames[static_cast<int>(epilogue)]), verify<T>(c, epilogue));
+    }
+  }
+  const std::vector<Variant> variants = ladder::released<T>();
+  for (const Case& c : {Case{128, 264, 1096, 0}, Case{128, 1024, 512, 8}, Case{40, 13000, 328, 4}}) {
+    if (quick && c.features > 1024) continue;
+    for (const Epilogue epilogue : {Epilogue::kResidual, Epilogue::kSwiglu}) {
+      std::string culprit;
+      const double error = same_bits<T>(c, epilogue, variants, &culprit);
+      report.row(name_of(type, c, " same bits ") + culprit, error);
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  ladder::Report report;
+  const bool quick = ladder::is_quick(argc, argv);
+  verify_all<astrai::float16>(report, quick);
+  verify_all<astrai::bfloat16>(report, quick);
+  if (!quick) {
+    const ladder::Pool pool;
+    if (argc > 1 && std::strcmp(argv[1], "--tune") == 0) {
+      ladder::tune(pool, argc > 2 ? argv[2] : "");
+    } else {
+      ladder::measure_released(pool);
+    }
+  }
+  return report.finish();
+}

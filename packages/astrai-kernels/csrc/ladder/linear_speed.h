@@ -1,0 +1,151 @@
+// Time of linear's kernels on the projections of three models, in a graph of many launches.
+#pragma once
+
+#include "linear_variants.h"
+
+namespace ladder {
+
+enum class End { kNothing, kResidual, kSwiglu };
+
+struct Projection {
+  const char* name;
+  int features;
+  int depth;
+  End end;
+};
+
+constexpr Projection kProjections[] = {
+    {"preset qkv", 2048, 1536, End::kNothing},       {"preset o", 1536, 1536, End::kResidual},
+    {"preset gate_up", 6912, 1536, End::kSwiglu}, {"preset down", 1536, 6912, End::kResidual},
+    {"preset lm_head", 100000, 1536, End::kNothing}, {"llama1b qkv", 3072, 2048, End::kNothing},
+    {"llama1b o", 2048, 2048, End::kResidual},    {"llama1b gate_up", 8192, 2048, End::kSwiglu},
+    {"llama1b down", 2048, 8192, End::kResidual}, {"llama1b lm_head", 128256, 2048, End::kNothing},
+    {"qwen06 qkv", 4096, 1024, End::kNothing},       {"qwen06 o", 1024, 2048, End::kResidual},
+    {"qwen06 gate_up", 3072, 1024, End::kSwiglu}, {"qwen06 down", 1024, 3072, End::kResidual},
+    {"qwen06 lm_head", 151936, 1024, End::kNothing}};
+
+/// Weights, larger than any of the projections and several times L2, and operands of 128 rows.
+struct Pool {
+  static constexpr std::size_t kWeights = 350u << 20;  // elements
+  using T = astrai::bfloat16;
+  Buffer<T> weights{kWeights}, x{128 * 8192}, out{static_cast<std::size_t>(128) * 151936};
+  LinearDevice device = {};
+
+  Pool() {
+    const std::vector<T> some = random_values<T>(1u << 22, 1);
+    for (std::size_t i = 0; i < kWeights; i += some.size()) {
+      const std::size_t bytes = std::min(some.size(), kWeights - i) * sizeof(T);
+      check(cudaMemcpy(weights.get() + i, some.data(), bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+    }
+    check(cudaMemcpy(x.get(), some.data(), 128 * 8192 * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaMemset(out.get(), 0, static_cast<std::size_t>(128) * 151936 * sizeof(T)), "cudaMemset");
+    check(astrai::linear_device(&device), "linear_device");
+  }
+};
+
+/// Median microseconds of a launch in a graph of many, each with weights of its own; the launches depend on each other
+/// as they would in a model, through the stream.
+template <typename Launch>
+double graph_microseconds(int launches, Launch launch) {
+  cudaStream_t stream = stream_of_the_program();
+  cudaGraph_t graph;
+  cudaGraphExec_t instance;
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
+  for (int i = 0; i < launches; ++i) check(launch(i), "launch");
+  check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+  check(cudaGraphInstantiate(&instance, graph, 0), "cudaGraphInstantiate");
+  cudaEvent_t start, stop;
+  check(cudaEventCreate(&start), "cudaEventCreate");
+  check(cudaEventCreate(&stop), "cudaEventCreate");
+  std::vector<float> samples;
+  for (int sample = -2; sample < 9; ++sample) {
+    check(cudaEventRecord(start, stream), "cudaEventRecord");
+    check(cudaGraphLaunch(instance, stream), "cudaGraphLaunch");
+    check(cudaEventRecord(stop, stream), "cudaEventRecord");
+    check(cudaEventSynchronize(stop), "cudaEventSynchronize");
+    float milliseconds = 0.0f;
+    check(cudaEventElapsedTime(&milliseconds, start, stop), "cudaEventElapsedTime");
+    if (sample >= 0) samples.push_back(milliseconds * 1e3f / static_cast<float>(launches));
+  }
+  check(cudaEventDestroy(start), "cudaEventDestroy");
+  check(cudaEventDestroy(stop), "cudaEventDestroy");
+  check(cudaGraphExecDestroy(instance), "cudaGraphExecDestroy");
+  check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  std::nth_element(samples.begin(), samples.begin() + 4, samples.end());
+  return samples[4];
+}
+
+/// `slices` 0: as the library chooses.
+inline double measure(const Pool& pool, const Projection& p, int rows, int slices, const Variant* variant) {
+  LinearParams params = {};
+  params.x = pool.x.get();
+  params.x_stride = p.depth;
+  params.weight_stride = p.depth;
+  params.out = pool.out.get();
+  params.out_stride = p.features;
+  params.residual = p.end == End::kResidual ? pool.out.get() : nullptr;
+  params.residual_stride = p.features;
+  params.rows = rows;
+  params.features = p.features;
+  params.depth = p.depth;
+  params.swiglu = p.end == End::kSwiglu;
+  astrai::derive(params);
+  if (slices) {
+    params.slices = slices;
+    params.slice_steps = ((p.depth + astrai::kLinearStep - 1) / astrai::kLinearStep + slices - 1) / slices;
+  }
+  if (variant && !suits(*variant, params, pool.device)) return NAN;
+  const std::size_t weights = static_cast<std::size_t>(p.features) * p.depth * (params.swiglu ? 2 : 1);
+  const int sets = static_cast<int>(Pool::kWeights / weights);
+  const int launches = std::max(sets, static_cast<int>(1.6e9 / static_cast<double>(weights)));  // some 800 us
+  return graph_microseconds(launches, [&](int i) {
+    LinearParams own = params;
+    own.weight = pool.weights.get() + weights * (i % sets);
+    return variant ? variant->launch(own, pool.device)
+                   : astrai::linear(own, astrai::DType::kBFloat16, stream_of_the_program());
+  });
+}
+
+inline double bytes_of(const Projection& p, int rows) {
+  const double halves = p.end == End::kSwiglu ? 2.0 : 1.0;
+  const double outputs = static_cast<double>(rows) * p.features * (p.end == End::kResidual ? 2.0 : 1.0);
+  return 2.0 * (halves * p.features * p.depth + static_cast<double>(rows) * p.depth + outputs);
+}
+
+inline void measure_released(const Pool& pool) {
+  for (const Projection& p : kProjections) {
+    for (const int rows : {1, 2, 4, 8, 16, 32, 64, 128}) {
+      const double microseconds = measure(pool, p, rows, 0, nullptr);
+      std::printf("%-16s %6d x %4d rows %3d  %9.2f us  %7.1f GB/s  %6.1f TFLOP/s\n", p.name, p.features, p.depth, rows,
+                  microseconds, bytes_of(p, rows) / microseconds * 1e-3,
+                  2e-6 * rows * p.features * p.depth * (p.end == End::kSwiglu ? 2 : 1) / microseconds);
+    }
+  }
+}
+
+/// Every variant with every number of slices, in microseconds; `part` of a projection's name selects.
+inline void tune(const Pool& pool, const char* part) {
+  std::vector<Variant> variants = released<Pool::T>();
+  for (Variant& variant : to_tune()) variants.push_back(variant);
+  for (const Projection& p : kProjections) {
+    if (std::strstr(p.name, part) == nullptr) continue;
+    for (const int rows : {1, 4, 8, 16, 32, 64, 128}) {
+      std::printf("%s, %d x %d, %d rows: released %.2f us, %d slices; microseconds with 1, 2, 4, 8 slices:\n", p.name,
+                  p.features, p.depth, rows, measure(pool, p, rows, 0, nullptr),
+                  astrai::linear_slices(p.features, p.depth));
+      for (const Variant& variant : variants) {
+        if (rows < variant.least_rows || rows > variant.most_rows) continue;
+        std::printf("  %-24s", variant.name.c_str());
+        double best = INFINITY;
+        for (const int slices : {1, 2, 4, 8}) {
+          const double microseconds = measure(pool, p, rows, slices, &variant);
+          best = std::fmin(best, microseconds);
+          std::printf(" %8.2f", microseconds);
+        }
+        std::printf("   best %7.1f GB/s\n", bytes_of(p, rows) / best * 1e-3);
+      }
+    }
+  }
+}
+
+}  // namespace ladder

@@ -1,0 +1,133 @@
+"""Attention in plain torch: the twins that the tests compare the kernels with. They run on any device."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seq_lens: Tensor,
+    *,
+    req_to_token: Tensor | None = None,
+    req_indices: Tensor | None = None,
+    q_len: int = 1,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Twin of :func:`astrai_kernels.decode_attention`, one request after the other.
+
+    Parameters
+    ----------
+    q, k, v, req_to_token, scale, softcap, sinks, mask
+        As the kernel takes them; any floating type.
+    seq_lens : Tensor
+        ``[batch]`` integers.
+    req_indices : Tensor, optional
+        ``[batch]`` rows of ``req_to_token``.
+    q_len, window : int
+        As :class:`astrai_kernels.DecodePlan` takes them.
+
+    Returns
+    -------
+    out : Tensor
+        Of q's shape and type; products in q's type, the softmax in fp32, as Hugging Face's eager attention has it.
+    lse : Tensor
+        ``[batch * q_len, n_heads]`` fp32.
+    """
+    n_heads, head_dim = q.shape[1:]
+    n_kv_heads = k.shape[-2]
+    group = n_heads // n_kv_heads
+    scale = head_dim**-0.5 if scale is None else scale
+    out = torch.zeros_like(q)
+    lse = torch.full((q.shape[0], n_heads), -torch.inf, dtype=torch.float32, device=q.device)
+    for b, seq_len in enumerate(seq_lens.tolist()):
+        if req_to_token is None:
+            keys, values = k[b, :seq_len], v[b, :seq_len]
+        else:
+            slots = req_to_token[b if req_indices is None else int(req_indices[b]), :seq_len].long()
+            low = max(0, seq_len - q_len + 1 - window) if window else 0
+            slots[:low] = slots[low] if low < seq_len else 0  # what lies before every window may be anybody's
+            keys, values = k[slots], v[slots]
+        rows = slice(b * q_len, (b + 1) * q_len)
+        queries = q[rows].transpose(0, 1).unflatten(0, (n_kv_heads, group))
+        scores = (queries @ keys.permute(1, 2, 0).unsqueeze(1)).float() * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        query = torch.arange(seq_len - q_len, seq_len, device=q.device).unsqueeze(1)
+        key = torch.arange(seq_len, device=q.device)
+        visible = key <= query
+        if window:
+            visible &= key > query - window
+        if mask is not None:
+            visible &= mask[rows, :seq_len]
+        scores = scores.masked_fill(~visible, -torch.inf)
+        total = scores.logsumexp(-1)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks.view(n_kv_heads, group, 1))
+        weights = (scores - total.unsqueeze(-1)).exp().nan_to_num(0.0).to(q.dtype)
+        values = values.transpose(0, 1).unsqueeze(1)
+        values = values.masked_fill(~visible.any(0).unsqueeze(-1), 0)
+        out[rows] = (weights @ values).flatten(0, 1).transpose(0, 1)
+        lse[rows] = total.flatten(0, 1).transpose(0, 1)
+    return out, lse
+
+
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qo_indptr: Tensor,
+    seq_lens: Tensor,
+    *,
+    req_to_token: Tensor | None = None,
+    req_indices: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Twin of :func:`astrai_kernels.prefill_attention`: ragged queries, causal.
+
+    Parameters
+    ----------
+    q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, scale, window, softcap, sinks, mask
+        As the kernel takes them; any floating type.
+
+    Returns
+    -------
+    out : Tensor
+        Of q's shape and type.
+    lse : Tensor
+        ``[tokens, n_heads]`` fp32.
+    """
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    starts = qo_indptr.tolist()
+    for b, (start, end) in enumerate(pairwise(starts)):
+        if start == end:
+            continue
+        row = b if req_indices is None else int(req_indices[b])
+        out[start:end], lse[start:end] = decode_attention(
+            q[start:end],
+            k if req_to_token is not None else k[b : b + 1],
+            v if req_to_token is not None else v[b : b + 1],
+            seq_lens[b : b + 1],
+            req_to_token=None if req_to_token is None else req_to_token[row : row + 1],
+            q_len=end - start,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            mask=None if mask is None else mask[start:end],
+        )
+    return out, lse

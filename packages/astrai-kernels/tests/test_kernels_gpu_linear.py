@@ -1,0 +1,222 @@
+"""linear on a GPU: the correctness rule, the reduction contract, epilogues, views, offsets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from astrai_kernels import linear, reference, rms_norm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
+
+DTYPES = [torch.float16, torch.bfloat16]
+EPILOGUES = ["none", "bias", "residual", "bias and residual", "swiglu", "norm", "norm and swiglu"]
+# Each kernel (1-8, 9-16, 17-32, 33-64, 65-128 rows), full and not.
+ROWS = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128]
+# One feature or many; less than a stage of K, tails of 8 to 56 elements, 1, 2, 4 and 8 slices.
+SHAPES = [(1, 8), (7, 24), (100, 136), (260, 520), (520, 1096), (1536, 1536), (1000, 4168), (13000, 328)]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32, device="cuda").to(dtype)
+
+
+def weights(features: int, depth: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(features, depth, device="cuda") / depth**0.5).to(dtype)
+
+
+def poisoned(rows: int, width: int, dtype: torch.dtype, gap: int = 8) -> tuple[Tensor, Tensor]:
+    """Return NaN-filled memory and a view of rows in it, each followed by ``gap`` elements that nobody may write."""
+    memory = torch.full((rows + 2, width + gap), torch.nan, dtype=dtype, device="cuda")
+    return memory, memory[1:-1, :width]
+
+
+def keywords(epilogue: str, rows: int, features: int, depth: int, dtype: torch.dtype) -> dict[str, object]:
+    found: dict[str, object] = {}
+    if "bias" in epilogue:
+        found["bias"] = randn(features, dtype=dtype)
+    if "residual" in epilogue:
+        found["residual"] = randn(rows, features, dtype=dtype)
+    if "swiglu" in epilogue:
+        found["activation"] = "swiglu"
+    if "norm" in epilogue:
+        found.update(norm_weight=randn(depth, dtype=dtype), norm_eps=1e-5)
+    return found
+
+
+def widened(arguments: dict[str, object]) -> dict[str, object]:
+    return {name: value.float() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear_obeys_the_rule(fresh_seed, obeys_rule, dtype, epilogue, shape):
+    """x and out are views with poisoned gaps; nothing is written outside the rows."""
+    features, depth = shape
+    w = weights(2 * features if "swiglu" in epilogue else features, depth, dtype)
+    for rows in ROWS:
+        if "norm" in epilogue and (rows > 8 or rows * depth > 32768):
+            continue
+        x = poisoned(rows, depth, dtype)[1]
+        x.copy_(randn(rows, depth, dtype=dtype))
+        arguments = keywords(epilogue, rows, features, depth, dtype)
+        memory, out = poisoned(rows, features, dtype, gap=3)
+        assert linear(x, w, out=out, **arguments) is out
+        exact = reference.linear(x.float(), w.float(), **widened(arguments))
+        obeys_rule(out, exact, reference.linear(x, w, **arguments))
+        assert memory.isnan().sum() == memory.numel() - rows * features, "written outside the rows"
+        assert torch.equal(linear(x, w, **arguments), out), "with and without out= differ"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("epilogue", ["none", "bias and residual", "swiglu"])
+@pytest.mark.parametrize("shape", [(520, 1096), (1536, 1536), (2048, 8192), (6912, 1536), (13000, 328)], ids=str)
+def test_reduction_contract(fresh_seed, dtype, epilogue, shape):
+    """Row i's bits depend on row i and the weight alone: every number of rows from 1 to 128, any order."""
+    features, depth = shape
+    w = weights(2 * features if epilogue == "swiglu" else features, depth, dtype)
+    x = randn(128, depth, dtype=dtype)
+    arguments = keywords(epilogue, 128, features, depth, dtype)
+
+    def run(rows: Tensor) -> Tensor:
+        own = {**arguments}
+        if "residual" in own:
+            own["residual"] = own["residual"][rows]
+        return linear(x[rows], w, **own)
+
+    every = torch.arange(128, device="cuda")
+    expected = run(every)
+    for rows in range(1, 128):
+        start = int(torch.randint(0, 129 - rows, ()))
+        part = every[start : start + rows]
+        assert torch.equal(run(part), expected[part]), f"{rows} rows from {start}"
+    order = torch.randperm(128, device="cuda")
+    assert torch.equal(run(order), expected[order])
+    other = x.clone()
+    other[1:] = torch.nan
+    assert torch.equal(linear(other, w, **arguments)[0], expected[0]), "a row sees another"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [64, 128, 136, 256, 576, 1536, 2048, 4096, 16384])
+def test_norm_first_is_rms_norm_bit_by_bit(fresh_seed, dtype, depth):
+    w, norm = weights(264, depth, dtype), randn(depth, dtype=dtype)
+    for rows in (1, 2):
+        x = randn(rows, depth, dtype=dtype)
+        fused = linear(x, w, norm_weight=norm, norm_eps=1e-5)
+        assert torch.equal(fused, linear(rms_norm(x, norm, 1e-5), w))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 33, 128])
+def test_in_place_over_the_residual(fresh_seed, rows):
+    x, w, residual = randn(rows, 1536), weights(1000, 1536), randn(rows, 1000)
+    expected = linear(x, w, residual=residual)
+    assert torch.equal(expected, linear(x, w) + residual), "the product is rounded before the residual is added"
+    assert linear(x, w, residual=residual, out=residual) is residual
+    assert torch.equal(residual, expected)
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_views_and_leading_dimensions(fresh_seed, rows):
+    """x as part of a wider tensor, the weight as rows of a fused one, out as columns of another."""
+    wide, fused = randn(rows, 3 * 512), weights(1024, 512)
+    x, w = wide[:, 512:1024], fused[256:896]
+    target = torch.full((rows, 700), torch.nan, dtype=torch.bfloat16, device="cuda")
+    linear(x, w, out=target[:, 5:645])
+    assert torch.equal(target[:, 5:645], linear(x.contiguous(), w.contiguous()))
+    assert target[:, :5].isnan().all()
+    assert target[:, 645:].isnan().all()
+    assert torch.equal(linear(x.contiguous().view(1, rows, 1, 512), w)[0, :, 0], linear(x, w))
+    assert torch.equal(linear(x[0], w), linear(x, w)[0])
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+def test_offsets_past_32_bits(fresh_seed, rows):
+    """Kernel rule "64-bit offsets": rows of x, out, residual and of a weight of 4.3 G elements."""
+    if torch.cuda.mem_get_info()[0] < 50 << 30:
+        pytest.skip("needs 50 GiB of free GPU memory")
+    stride = (1 << 32) // rows + 8
+    memory = torch.empty((rows - 1) * stride + 2048, dtype=torch.bfloat16, device="cuda")
+    x, out = (memory[begin:].as_strided((rows, 512), (stride, 1)) for begin in (0, 1024))
+    x.copy_(randn(rows, 512))
+    w = weights(512, 512)
+    expected = linear(x.contiguous(), w)
+    linear(x, w, out=out)
+    assert torch.equal(out, expected)
+    linear(x, w, residual=out, out=out)
+    assert torch.equal(out, expected + expected)
+    far = torch.empty((1 << 32) + (1 << 20), dtype=torch.bfloat16, device="cuda").view(-1, 512)
+    far[-512:] = w
+    torch.cuda.synchronize()
+    # A weight of another shape may be split otherwise, so these are not the same bits.
+    torch.testing.assert_close(linear(x, far)[:, -512:], expected, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+def test_infinities_and_nan_stay_in_their_row_and_feature(fresh_seed, rows):
+    x, w = randn(rows, 1096), weights(300, 1096)
+    clean = linear(x, w)
+    w[299, 0] = torch.inf  # before x: a weight must not be written by the kernel just before
+    x[1, 1095] = torch.nan
+    got = linear(x, w)
+    assert got[1].isnan().all()
+    assert not got[:, 299].isfinite().any()
+    assert torch.equal(got[0, :299], clean[0, :299])
+
+
+@pytest.mark.parametrize(("shape", "features"), [((0, 64), 48), ((3, 0, 64), 48), ((4, 64), 0)])
+def test_empty_batches(shape, features):
+    """No launch, no error."""
+    x, w = torch.empty(shape, device="cuda").half(), torch.ones(features, 64, device="cuda").half()
+    assert linear(x, w).shape == (*shape[:-1], features)
+
+
+def test_chain_under_a_graph_follows_its_buffers(fresh_seed):
+    """Programmatic dependent launch: each product reads what the one before it wrote, eagerly and in a replayed graph."""
+    ws = [weights(1024, 1024) for _ in range(24)]
+
+    def chain(x: Tensor) -> Tensor:
+        for w in ws:
+            x = linear(x, w)
+        return x
+
+    static = randn(4, 1024)
+    expected = static
+    for w in ws:
+        expected = linear(expected, w)
+        torch.cuda.synchronize()
+    assert torch.equal(chain(static), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(static)
+    for _ in range(20):
+        static.copy_(randn(4, 1024))
+        graph.replay()
+        assert torch.equal(got, chain(static))
+
+
+def test_opcheck():
+    """torch.library.opcheck, its schema test included."""
+    x, w, bias, residual, norm = randn(4, 64), weights(48, 64), randn(48), randn(4, 48), randn(64)
+    torch.library.opcheck(torch.ops.astrai.linear.default, (x, w, bias, residual, False, norm, 1e-6))
+    torch.library.opcheck(torch.ops.astrai.linear.default, (x, w, None, None, True, None, 1e-6))
+    out = torch.empty_like(residual)
+    torch.library.opcheck(torch.ops.astrai.linear_out.default, (x, w, bias, residual, False, None, 1e-6, out))
+
+
+def test_arguments_that_need_addresses():
+    x, w = randn(4, 64), weights(64, 64)
+    shifted = randn(4 * 72 + 1)[1:].view(4, 72)[:, :64]
+    with pytest.raises(ValueError, match="x starts at .* expected multiples of 16 bytes"):
+        linear(shifted, w)
+    with pytest.raises(ValueError, match="weight starts at .* with rows 68 elements apart"):
+        linear(x, randn(64, 68)[:, :64])
+    with pytest.raises(ValueError, match="out and x are the same memory"):
+        linear(x, w, out=x)
+    with pytest.raises(ValueError, match="x has strides .* expected rows one stride apart"):
+        linear(randn(2, 4, 3, 64)[:, :, 0], w)
+    memory = randn(8, 64)
+    with pytest.raises(ValueError, match="out starts where residual does"):
+        linear(x, w, residual=memory[:4], out=memory[::2])
