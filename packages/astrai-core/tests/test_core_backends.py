@@ -52,19 +52,35 @@ class FakePlan:
         self.seq_lens, self.req_indices = seq_lens, req_indices
 
 
-def fake_decode(q, k, v, plan, *, req_to_token, scale, overlap=False):
+def fake_decode(q, k, v, plan, *, req_to_token, scale, out, overlap=False):
     """Stands in for astrai_kernels.decode_attention; reads what a query can see and nothing else."""
     assert q.shape == (len(plan.seq_lens), plan.shape[0], plan.shape[2])
     assert k.shape[1:] == v.shape[1:] == plan.shape[1:]
     assert req_to_token.dtype == torch.int32
     assert not any(stride % 8 for tensor in (q, k, v) for stride in tensor.stride()[:-1])
     plan.n_runs += 1
-    out = torch.empty_like(q)
+    assert out.shape == q.shape
     for i, (row, end) in enumerate(zip(plan.req_indices.tolist(), plan.seq_lens.tolist(), strict=True)):
         slots = req_to_token[row, max(0, end - (plan.window or end)) : end].long()
         keys, values = (buffer[slots].repeat_interleave(plan.shape[0] // plan.shape[1], 1) for buffer in (k, v))
         weights = (torch.einsum("hd,khd->hk", q[i], keys) * scale).softmax(-1)
         out[i] = torch.einsum("hk,khd->hd", weights, values)
+    return out
+
+
+def fake_prefill(q, k, v, qo_indptr, seq_lens, *, req_to_token, req_indices, scale, window, out):
+    """Stands in for astrai_kernels.prefill_attention; leaves the rows in front of its requests alone."""
+    assert qo_indptr.dtype == seq_lens.dtype == req_to_token.dtype == torch.int32
+    assert req_indices.dtype == torch.int64
+    assert len(qo_indptr) == len(seq_lens) + 1 == len(req_indices) + 1
+    starts = qo_indptr.tolist()
+    for b, (row, end) in enumerate(zip(req_indices.tolist(), seq_lens.tolist(), strict=True)):
+        for token in range(starts[b], starts[b + 1]):
+            position = end - (starts[b + 1] - token)
+            slots = req_to_token[row, max(0, position + 1 - (window or end)) : position + 1].long()
+            keys, values = (buffer[slots].repeat_interleave(q.shape[1] // k.shape[1], 1) for buffer in (k, v))
+            weights = (torch.einsum("hd,khd->hk", q[token], keys) * scale).softmax(-1)
+            out[token] = torch.einsum("hk,khd->hd", weights, values)
     return out
 
 
@@ -90,11 +106,14 @@ def fake_write(
 
 def test_the_stand_ins_take_what_the_kernels_take():
     """Names, kinds and order of the parameters; what the backend passes to a stand-in, the kernel accepts."""
-    attention, qkv = (pytest.importorskip(f"astrai_kernels.{name}") for name in ("attention", "qkv"))
+    attention, prefill, qkv = (
+        pytest.importorskip(f"astrai_kernels.{name}") for name in ("attention", "prefill", "qkv")
+    )
     for fake, real in (
         (FakePlan, attention.DecodePlan),
         (FakePlan.update, attention.DecodePlan.update),
         (fake_decode, attention.decode_attention),
+        (fake_prefill, prefill.prefill_attention),
         (fake_write, qkv.qkv_norm_rope_write),
     ):
         real_parameters = inspect.signature(real).parameters
@@ -110,7 +129,8 @@ def by_hand(monkeypatch):
     FakePlan.made = []
     fake = SimpleNamespace(DecodePlan=FakePlan, decode_attention=fake_decode, HEAD_DIMS=(64, 128))
     monkeypatch.setattr(kernels, "status", lambda: READY)
-    monkeypatch.setattr(kernels, "module", {"attention": fake}.__getitem__)
+    prefill = SimpleNamespace(prefill_attention=fake_prefill)
+    monkeypatch.setattr(kernels, "module", {"attention": fake, "prefill": prefill}.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash, "probe", lambda device: (None, "not installed; install it"))
     monkeypatch.delenv(ENVIRONMENT, raising=False)

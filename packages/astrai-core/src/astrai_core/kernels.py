@@ -62,11 +62,19 @@ def status() -> KernelStatus:
         return KernelStatus(False, None, "astrai-kernels is not installed", "pip install 'astrai-core[cuda]'")
     try:
         info: Any = importlib.import_module("astrai_kernels").build_info()
+        cudart_version, built = int(info["cudart_version"]), str(info["version"])
     except ImportError as error:
         return KernelStatus(False, version, f"its extension does not load: {error}", f"reinstall {DISTRIBUTION}")
-    mismatch = cuda_mismatch(int(info["cudart_version"]), torch.version.cuda)
+    except (AttributeError, KeyError) as error:
+        # A compiled module left behind by an earlier version loads, but lacks what the Python files beside it ask for.
+        return KernelStatus(
+            False, version, f"its extension is of another version: {error}", f"reinstall {DISTRIBUTION}"
+        )
+    if built != version:
+        return KernelStatus(False, version, f"its extension is of version {built}", f"reinstall {DISTRIBUTION}")
+    mismatch = cuda_mismatch(cudart_version, torch.version.cuda)
     if mismatch is not None:
-        reason = f"built for CUDA {info['cudart_version'] // 1000}, torch has CUDA {torch.version.cuda or 'none'}"
+        reason = f"built for CUDA {cudart_version // 1000}, torch has CUDA {torch.version.cuda or 'none'}"
         return KernelStatus(False, version, reason, mismatch)
     if not torch.cuda.is_available():
         return KernelStatus(False, version, "no CUDA device is visible", "check the driver and CUDA_VISIBLE_DEVICES")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from astrai_core import kernels
-from astrai_core.attention.backend import AttentionSpec
-from astrai_core.attention.gather import ChunkedBackend
+from astrai_core.attention.backend import AttentionBackend, AttentionSpec
+from astrai_core.attention.gather import leading_decodes
 
 if TYPE_CHECKING:
     from astrai_core.attention.metadata import AttentionMetadata, KVCache
@@ -19,8 +21,19 @@ MIN_CAPABILITY = (8, 0)
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-class CudaBackend(ChunkedBackend):
-    """Decodes by the split-KV kernel through the pool's table of slots; any page size.
+@dataclass(frozen=True)
+class _StepPlan:
+    """A step of one group of layers."""
+
+    decode: Mapping[int | None, Any]
+    """By attention window: the kernel's plan for the leading requests with one query each."""
+    n_decode: int
+    is_mixed: bool
+    """Whether requests with more queries follow."""
+
+
+class CudaBackend(AttentionBackend):
+    """Decode and prefill kernels through the pool's table of slots; any page size.
 
     An instance serves one engine: it keeps the kernel's plan for each kind of layer at a fixed address, sized by the rows
     of the table, and a step overwrites it. The lengths are read on the device, so a captured step replays for any.
@@ -32,7 +45,8 @@ class CudaBackend(ChunkedBackend):
     """
 
     def __init__(self) -> None:
-        self._kernels: Any = kernels.module("attention")
+        self._decode_kernels: Any = kernels.module("attention")
+        self._prefill_kernels: Any = kernels.module("prefill")
         self._plans: dict[tuple[int, int, int, int, int | None], Any] = {}
 
     @staticmethod
@@ -66,25 +80,62 @@ class CudaBackend(ChunkedBackend):
         """Return True: a step of single queries reads nothing from the host."""
         return True
 
-    def plan_decode(self, metadata: AttentionMetadata, spec: AttentionSpec, n_decode: int) -> Any:
-        """Cut the work of the requests on the device: one launch."""
+    def plan(self, cache: KVCache, specs: Sequence[AttentionSpec]) -> None:
+        """Cut the work of the single-query requests on the device: one launch for each kind of layer."""
+        n_decode = leading_decodes(cache.groups[0])
+        for metadata, of_group in cache.specs_of_groups(specs):
+            metadata.plan = _StepPlan(
+                decode={spec.window: self._plan_decode(metadata, spec, n_decode) for spec in of_group if n_decode},
+                n_decode=n_decode,
+                is_mixed=n_decode < len(metadata.q_lens_host),
+            )
+
+    def _plan_decode(self, metadata: AttentionMetadata, spec: AttentionSpec, n_decode: int) -> Any:
         key = (metadata.req_to_token.shape[0], spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.window)
         plan = self._plans.get(key)
         if plan is None:
             rows, *heads, window = key
             device = metadata.req_to_token.device
-            plan = self._plans[key] = self._kernels.DecodePlan(rows, *heads, device, window=window)
+            plan = self._plans[key] = self._decode_kernels.DecodePlan(rows, *heads, device, window=window)
         plan.update(metadata.seq_lens[:n_decode], metadata.req_indices[:n_decode])
         return plan
 
     def fwd_decode(self, q: Tensor, spec: AttentionSpec, cache: KVCache) -> Tensor:
         """Attend with all single-query requests in one launch."""
+        return self._decode(q, spec, cache, torch.empty_like(q))
+
+    def fwd_prefill(self, q: Tensor, spec: AttentionSpec, cache: KVCache) -> Tensor:
+        """Attend with the leading single-query requests in one launch, and with all chunks behind them in another."""
         k_buffer, v_buffer, metadata = cache.of(spec.layer)
-        return self._kernels.decode_attention(
+        plan: _StepPlan = metadata.plan
+        out = torch.empty_like(q)
+        first = plan.n_decode
+        if first:
+            self._decode(q[:first], spec, cache, out[:first])
+        if plan.is_mixed:
+            self._prefill_kernels.prefill_attention(
+                q,
+                k_buffer,
+                v_buffer,
+                metadata.qo_indptr[first:],
+                metadata.seq_lens[first:],
+                req_to_token=metadata.req_to_token,
+                req_indices=metadata.req_indices[first:],
+                scale=spec.scale,
+                window=spec.window,
+                out=out,
+            )
+        return out
+
+    def _decode(self, q: Tensor, spec: AttentionSpec, cache: KVCache, out: Tensor) -> Tensor:
+        k_buffer, v_buffer, metadata = cache.of(spec.layer)
+        result: Tensor = self._decode_kernels.decode_attention(
             q,
             k_buffer,
             v_buffer,
             metadata.plan.decode[spec.window],
             req_to_token=metadata.req_to_token,
             scale=spec.scale,
+            out=out,
         )
+        return result
