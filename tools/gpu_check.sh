@@ -32,7 +32,10 @@ OUT=$(mkdir -p "${OUT:-gpu_out}" && cd "${OUT:-gpu_out}" && pwd)
 WORK=$PWD/build/gpu
 SITE=$WORK/site
 LIMIT=(timeout --kill-after=10 "${ASTRAI_PHASE_LIMIT:-470}")
-FAMILIES=(rms_norm linear rotary qkv elementwise sampling)
+# A program for each file, as in CMakeLists.txt.
+FAMILIES=(packages/astrai-kernels/csrc/ladder/*.cu)
+FAMILIES=("${FAMILIES[@]##*/}")
+FAMILIES=("${FAMILIES[@]%.cu}")
 export CUDAARCHS=${CUDAARCHS:-90a-real}
 export PYTHONUNBUFFERED=1
 # The compiled kernels, then the sources of the others; not the kernels' own source tree, which holds no compiled module.

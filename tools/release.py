@@ -25,7 +25,11 @@ from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
 _VERSION_LINE = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
+_PYTHON_MINOR = re.compile(r"Programming Language :: Python :: (3\.\d+)")
 _PARTS = ("major", "minor", "patch")
+KERNELS = "astrai-kernels"
+# A release holds the kernels for each of these and each Python of their classifiers (.github/workflows/release.yml).
+CUDA_LABELS = ("cu128", "cu130")
 
 
 class ReleaseError(Exception):
@@ -44,6 +48,8 @@ class Wheel:
     """Of ``_version.py``, which :attr:`version_file` locates."""
     requires: tuple[tuple[str, Requirement], ...]
     """``(extra, requirement)`` of each declared requirement; the extra is "" for one that always holds."""
+    python_minors: tuple[str, ...]
+    """``3.11``, ... of the classifiers; the kernels, which have no stable ABI, are built for each."""
 
     @property
     def module(self) -> str:
@@ -85,7 +91,8 @@ def read_wheel(folder: Path) -> Wheel:
     requires = [("", Requirement(text)) for text in project.get("dependencies", [])]
     for extra, texts in project.get("optional-dependencies", {}).items():
         requires += [(extra, Requirement(text)) for text in texts]
-    return Wheel(name, folder, version, tuple(requires))
+    minors = [match[1] for text in project.get("classifiers", []) if (match := _PYTHON_MINOR.fullmatch(text))]
+    return Wheel(name, folder, version, tuple(requires), tuple(minors))
 
 
 def read_wheels(root: Path = ROOT) -> dict[str, Wheel]:

@@ -63,7 +63,7 @@ def test_gated_activation_contract(fresh_seed, dtype, width):
 def test_embedding_gathers(fresh_seed, dtype, index, hidden):
     """Exactly the rows; ids outside the table give NaN and read nothing."""
     table = randn(1000, hidden + 8, dtype=dtype)[:, :hidden]
-    for tokens in (1, 3, 700):
+    for tokens in (1, 3, 700, 5000):
         ids = torch.randint(0, 1000, (2 * tokens,), device="cuda", dtype=index)[::2]
         out = torch.full((tokens, hidden), torch.nan, dtype=dtype, device="cuda")
         assert embedding(ids, table, out=out) is out

@@ -72,7 +72,9 @@ def test_linear_obeys_the_rule(fresh_seed, obeys_rule, dtype, epilogue, shape):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("epilogue", ["none", "bias and residual", "swiglu"])
-@pytest.mark.parametrize("shape", [(520, 1096), (1536, 1536), (2048, 8192), (6912, 1536), (13000, 328)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(520, 1096), (1536, 1536), (2048, 8192), (6912, 1536), (13000, 328), (52000, 136)], ids=str
+)
 def test_reduction_contract(fresh_seed, dtype, epilogue, shape):
     """Row i's bits depend on row i and the weight alone: every number of rows from 1 to 128, any order."""
     features, depth = shape
@@ -195,6 +197,39 @@ def test_chain_under_a_graph_follows_its_buffers(fresh_seed):
         static.copy_(randn(4, 1024))
         graph.replay()
         assert torch.equal(got, chain(static))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32, 64, 128])
+def test_early_release_orders_reads_and_writes(fresh_seed, rows):
+    """linear lets the next kernel start before it waits itself: buffers used in turn and in place, and other kernels of the
+    package in between, must give what they give one at a time."""
+    ws = [weights(1024, 1024) for _ in range(24)]
+    norm, start = randn(1024), randn(rows, 1024)
+
+    def chain(pause: bool) -> Tensor:
+        a, b = start.clone(), torch.full_like(start, torch.nan)
+        for i, w in enumerate(ws):
+            linear(a, w, out=b)
+            if pause:
+                torch.cuda.synchronize()
+            if i % 3 == 2:
+                rms_norm(b, norm, 1e-5, out=a)
+            else:
+                linear(b, w, residual=a, out=a)
+            if pause:
+                torch.cuda.synchronize()
+        return a
+
+    expected = chain(pause=True)
+    assert expected.isfinite().all()
+    for _ in range(20):
+        assert torch.equal(chain(pause=False), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(pause=False)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(got, expected)
 
 
 def test_opcheck():

@@ -52,7 +52,7 @@ def test_add_rms_norm_obeys_the_rule(fresh_seed, obeys_rule, dtype, hidden):
         assert memory.isnan().sum() == memory.numel() - rows * hidden, "written outside the rows"
 
 
-@pytest.mark.parametrize("hidden", [64, 128, 256, 576, 2048, 4096, 16384, 20000])
+@pytest.mark.parametrize("hidden", [64, 128, 256, 576, 1536, 2048, 2056, 4096, 16384, 20000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_reduction_contract(fresh_seed, dtype, hidden):
     """A row's bits never depend on how many rows ran with it, on their order, strides or alignment: 1 to 8192 rows."""
@@ -69,6 +69,21 @@ def test_reduction_contract(fresh_seed, dtype, hidden):
     shifted = torch.empty(8192 * (hidden + 1) + 1, dtype=dtype, device="cuda")[1:].view(8192, hidden + 1)[:, :hidden]
     shifted.copy_(residual)
     assert torch.equal(rms_norm(shifted, w), normed), "the unaligned kernel has another tree"
+
+
+@pytest.mark.parametrize(("hidden", "rows"), [(64, 60_000), (100, 40_000), (128, 40_000), (256, 20_000), (512, 9_000)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_short_rows_keep_their_bits(fresh_seed, dtype, hidden, rows):
+    """Reduction contract: the kernel that takes several rows a warp, which needs more rows than above, has the same tree."""
+    x, r, w = (randn(*shape, dtype=dtype) for shape in ((rows, hidden), (rows, hidden), (hidden,)))
+    normed, residual = add_rms_norm(x, r, w)
+    assert torch.equal(rms_norm(residual, w), normed)
+    for start in (0, rows - 999):
+        part = slice(start, start + 999)
+        assert torch.equal(rms_norm(residual[part], w), normed[part])
+        assert torch.equal(add_rms_norm(x[part], r[part], w)[0], normed[part])
+    view = residual.view(rows // 4, 4, hidden).transpose(0, 1)
+    assert torch.equal(rms_norm(view, w), normed.view(rows // 4, 4, hidden).transpose(0, 1)), "two strides"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -59,6 +63,31 @@ def test_missing_extension_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setattr(_loader, "_MODULE", "astrai_kernels.lib._absent")
     with pytest.raises(ImportError, match=r"no compiled module.*pip install packages/astrai-kernels"):
         _loader.extension.__wrapped__()
+
+
+def test_a_stale_extension_is_named_with_what_it_lacks(monkeypatch):
+    """Row B2: sources that were updated beside a module compiled before; one line, instead of an AttributeError later."""
+    stale = ModuleType("astrai_kernels.lib._stale")
+    for name in set(_loader._FUNCTIONS) - {"sample", "attention_plan"}:
+        setattr(stale, name, lambda: None)
+    monkeypatch.setitem(sys.modules, stale.__name__, stale)
+    monkeypatch.setattr(_loader, "_MODULE", stale.__name__)
+    with pytest.raises(ImportError, match=r"is older than .* it lacks attention_plan, sample: reinstall") as caught:
+        _loader.extension.__wrapped__()
+    assert "\n" not in str(caught.value)
+    stale.sample = stale.attention_plan = lambda: None
+    assert _loader.extension.__wrapped__() is stale
+
+
+def test_the_loader_asks_for_what_the_package_calls():
+    """A launcher that is called but not asked for would be missed in a stale module; the stub types the same ones."""
+    package = Path(astrai_kernels.__file__).parent
+    called = set()
+    for file in package.glob("*.py"):
+        called |= set(re.findall(r"\bextension\(\)\.(\w+)", file.read_text()))
+    stub = ast.parse((package / "lib" / "_C.pyi").read_text())
+    typed = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
+    assert called == typed == set(_loader._FUNCTIONS)
 
 
 def test_every_public_name_resolves():

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -114,7 +115,9 @@ def test_our_rotary_kernels_compile(nvrtc, tmp_path, capsys):
     (tmp_path / "bindings").mkdir()
     shutil.copy(PACKAGE / "csrc" / "bindings" / "rotary.cu", tmp_path / "bindings")
     assert gate.main(["--csrc", str(tmp_path), "--arch", "sm_90a"]) == 0
-    assert "18 kernels" in capsys.readouterr().out  # 3 types x (2 layouts x aligned x 2 + 2 layouts x unaligned)
+    assert (
+        "19 kernels" in capsys.readouterr().out
+    )  # 3 types x (2 layouts x aligned x 2 + 2 layouts x unaligned), and the planner of attention/plan.cuh
 
 
 PTXAS = """\
@@ -182,3 +185,34 @@ def test_gpu_results_where_nothing_ran_are_no_pass(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_results, "environment", dict)
     (tmp_path / "junit.xml").write_text("<testsuites><testsuite/></testsuites>")
     assert gpu_results.main([str(tmp_path / "test.json"), "--junit", str(tmp_path / "junit.xml")]) == 1
+
+
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="gpu_check.sh wants GNU timeout")
+def test_gpu_check_runs_every_ladder_program(tmp_path):
+    """Row K14: a new family's program is built, run and sanitized without being listed; one that stops early is seen."""
+    ladder = tmp_path / "packages" / "astrai-kernels" / "csrc" / "ladder"
+    shutil.copytree(PACKAGE / "csrc" / "ladder", ladder)
+    (ladder / "newest.cu").touch()
+    (tmp_path / "build" / "gpu").mkdir(parents=True)
+    (tmp_path / "tools").mkdir()
+    shutil.copy(TOOLS / "gpu_check.sh", tmp_path / "tools")
+    stand_ins = {
+        "python": f'#!/bin/sh\ncase "$*" in *gpu_results*) echo "$*" >"{tmp_path}/results";; esac\n',
+        "compute-sanitizer": '#!/bin/sh\ncase "$*" in *ladder_newest*) ;; *) echo all cases passed;; esac\n',
+    }
+    for name, script in stand_ins.items():
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
+    environment["PYTHON"] = str(tmp_path / "python")
+    subprocess.run([tmp_path / "tools" / "gpu_check.sh", "sanitize"], env=environment, check=True, capture_output=True)
+    commands = re.findall(r"--command (\w+) ladder_(\w+)=(\d+)", (tmp_path / "results").read_text())
+    assert sorted(commands) == sorted(
+        (tool, file.stem, str(int(file.stem == "newest")))
+        for tool in ("memcheck", "racecheck", "initcheck")
+        for file in ladder.glob("*.cu")
+    )
+    assert len(commands) > 15
+    built = re.search(r"file\(GLOB ladder_programs CONFIGURE_DEPENDS (\S+)\)", (PACKAGE / "CMakeLists.txt").read_text())
+    assert built is not None
+    assert {file.stem for file in PACKAGE.glob(built[1])} == {name for _, name, _ in commands} - {"newest"}

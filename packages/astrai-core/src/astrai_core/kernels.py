@@ -67,9 +67,8 @@ def status() -> KernelStatus:
         return KernelStatus(False, version, f"its extension does not load: {error}", f"reinstall {DISTRIBUTION}")
     except (AttributeError, KeyError) as error:
         # A compiled module left behind by an earlier version loads, but lacks what the Python files beside it ask for.
-        return KernelStatus(
-            False, version, f"its extension is of another version: {error}", f"reinstall {DISTRIBUTION}"
-        )
+        reason = f"its extension is of another version ({type(error).__name__}: {error})"
+        return KernelStatus(False, version, reason, f"reinstall {DISTRIBUTION}")
     if built != version:
         return KernelStatus(False, version, f"its extension is of version {built}", f"reinstall {DISTRIBUTION}")
     mismatch = cuda_mismatch(cudart_version, torch.version.cuda)

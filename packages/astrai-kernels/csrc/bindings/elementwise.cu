@@ -13,8 +13,8 @@ ASTRAI_GATED_CASES(ASTRAI_INSTANTIATE, float16)
 ASTRAI_GATED_CASES(ASTRAI_INSTANTIATE, bfloat16)
 #undef ASTRAI_INSTANTIATE
 
-#define ASTRAI_INSTANTIATE(T, ALIGNED) \
-  template __global__ void embedding_kernel<T, ALIGNED>(const EmbeddingParams, const uint32_t, const uint32_t);
+#define ASTRAI_INSTANTIATE(T, OCTETS, ALIGNED) \
+  template __global__ void embedding_kernel<T, OCTETS, ALIGNED>(const EmbeddingParams, const uint32_t, const uint32_t);
 ASTRAI_EMBEDDING_CASES(ASTRAI_INSTANTIATE, float)
 ASTRAI_EMBEDDING_CASES(ASTRAI_INSTANTIATE, float16)
 ASTRAI_EMBEDDING_CASES(ASTRAI_INSTANTIATE, bfloat16)

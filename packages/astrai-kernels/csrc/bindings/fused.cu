@@ -15,6 +15,12 @@ ASTRAI_RMS_NORM_CASES(ASTRAI_INSTANTIATE, bfloat16, false)
 ASTRAI_RMS_NORM_CASES(ASTRAI_INSTANTIATE, bfloat16, true)
 #undef ASTRAI_INSTANTIATE
 
+#define ASTRAI_INSTANTIATE(T, TEAM, WARPS, DEPTH, ROWS, ADD) \
+  template __global__ void rms_norm_bulk_kernel<T, TEAM, WARPS, DEPTH, ROWS, ADD>(const RmsNormParams, const int);
+ASTRAI_RMS_NORM_BULK_CASES(ASTRAI_INSTANTIATE, float16)
+ASTRAI_RMS_NORM_BULK_CASES(ASTRAI_INSTANTIATE, bfloat16)
+#undef ASTRAI_INSTANTIATE
+
 }  // namespace astrai
 
 #ifndef __CUDACC_RTC__

@@ -5,13 +5,13 @@
 namespace astrai {
 
 // Instantiated by name as well, so that NVRTC, which compiles no launch code, compiles every kernel.
-#define ASTRAI_INSTANTIATE(T, TILES, WARPS, STAGES, NORM) \
-  template __global__ void linear_narrow_kernel<T, TILES, WARPS, STAGES, NORM>(const LinearParams);
+#define ASTRAI_INSTANTIATE(T, TILES, ROW_TILES, WARPS, STAGES, NORM, MOST_STEPS, LEAST_SLICES) \
+  template __global__ void linear_narrow_kernel<T, TILES, ROW_TILES, WARPS, STAGES, NORM>(const LinearParams);
 ASTRAI_LINEAR_NARROW_CASES(ASTRAI_INSTANTIATE, float16)
 ASTRAI_LINEAR_NARROW_CASES(ASTRAI_INSTANTIATE, bfloat16)
 #undef ASTRAI_INSTANTIATE
-#define ASTRAI_INSTANTIATE(T, ROW_TILES, DOWN, ACROSS, TILES, STAGES, BLOCKS) \
-  template __global__ void linear_wide_kernel<T, ROW_TILES, DOWN, ACROSS, TILES, STAGES>(const LinearParams);
+#define ASTRAI_INSTANTIATE(T, ROW_TILES, DOWN, ACROSS, TILES, STAGES, SUM_ROWS, GROUPS, BLOCKS, LEAST_TILES) \
+  template __global__ void linear_wide_kernel<T, ROW_TILES, DOWN, ACROSS, TILES, STAGES, SUM_ROWS, GROUPS>(const LinearParams);
 ASTRAI_LINEAR_WIDE_CASES(ASTRAI_INSTANTIATE, float16)
 ASTRAI_LINEAR_WIDE_CASES(ASTRAI_INSTANTIATE, bfloat16)
 #undef ASTRAI_INSTANTIATE
@@ -42,7 +42,7 @@ void launch_linear(const LinearParams& params, int dtype, int device, std::uintp
           "every pointer must be a multiple of the element size");
   require(!params.swiglu || (!params.bias && !params.residual), what, "swiglu takes neither bias nor residual");
   if (params.norm_weight) {
-    require(params.rows <= kNarrowRows && static_cast<int64_t>(params.rows) * params.depth * 2 <= kLinearMostNormBytes,
+    require(params.rows <= kNormRows && static_cast<int64_t>(params.rows) * params.depth * 2 <= kLinearMostNormBytes,
             what, "norm_weight takes at most 8 rows and 64 KiB of x");
     require(is_aligned(params.norm_weight, 16), what, "norm_weight must start at a multiple of 16 bytes");
     require(params.norm_eps >= 0.0f, what, "norm_eps must not be negative");

@@ -58,7 +58,7 @@ inline void measure(ladder::Report& report, int batch, int len, int n_heads, int
   Case c{"", std::vector<int>(batch, len), n_heads, n_kv_heads, head_dim};
   const Operands<T> operands(c, c.lens);
   const double microseconds = ladder::median_microseconds(
-      5, [&](int) { return launch<T>(operands.params(), operands.q_start.back(), false, nullptr); });
+      5, [&](int, cudaStream_t stream) { return launch<T>(operands.params(), operands.q_start.back(), false, stream); });
   char name[96];
   std::snprintf(name, sizeof name, "prefill %d x %d, %d/%d d%d, causal, page 16", batch, len, n_heads, n_kv_heads, head_dim);
   report.rate(name, microseconds, 2.0 * batch * len * static_cast<double>(len) * n_heads * head_dim);

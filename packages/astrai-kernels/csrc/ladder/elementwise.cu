@@ -114,12 +114,12 @@ template <typename T>
 void measure_gated(ladder::Report& report, const Case& c, Activation kind) {
   const std::size_t count = static_cast<std::size_t>(c.rows) * c.width;
   const double bytes = 3.0 * static_cast<double>(count) * sizeof(T);
-  const int buffers = std::max(2, static_cast<int>(300e6 / bytes));
+  const int buffers = ladder::buffer_sets(bytes);
   const ladder::Buffer<T> x(2 * count * buffers), out(count * buffers);
   ladder::check(cudaMemset(x.get(), 0, 2 * count * buffers * sizeof(T)), "cudaMemset");
-  const double microseconds = ladder::median_microseconds(buffers, [&](int i) {
+  const double microseconds = ladder::median_microseconds(buffers, [&](int i, cudaStream_t stream) {
     return astrai::gated_activation(gated_parameters(c, x.get() + 2 * count * i, out.get() + count * i),
-                                    Storage<T>::kDType, kind, nullptr);
+                                    Storage<T>::kDType, kind, stream);
   });
   report.bandwidth(name_of<T>(name_of(kind), c), microseconds, bytes);
 }
@@ -129,16 +129,16 @@ void measure_embedding(ladder::Report& report, const Case& c) {
   const int64_t vocab = 150000;
   const std::size_t count = static_cast<std::size_t>(c.rows) * c.width;
   const double bytes = 2.0 * static_cast<double>(count) * sizeof(T) + 8.0 * static_cast<double>(c.rows);
-  const int buffers = std::max(2, static_cast<int>(300e6 / bytes));
+  const int buffers = ladder::buffer_sets(bytes);
   const ladder::Buffer<T> table(vocab * c.width), out(count * buffers);
   ladder::check(cudaMemset(table.get(), 0, vocab * c.width * sizeof(T)), "cudaMemset");
   std::vector<int64_t> ids(c.rows * buffers);
   for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int64_t>(i * 7919 % vocab);
   const ladder::Buffer<int64_t> d_ids(ids);
-  const double microseconds = ladder::median_microseconds(buffers, [&](int i) {
+  const double microseconds = ladder::median_microseconds(buffers, [&](int i, cudaStream_t stream) {
     const astrai::EmbeddingParams params = {d_ids.get() + c.rows * i, 1,      table.get(), c.width, out.get() + count * i,
                                             c.width,                  c.rows, vocab,       c.width, true};
-    return astrai::embedding(params, Storage<T>::kDType, nullptr);
+    return astrai::embedding(params, Storage<T>::kDType, stream);
   });
   report.bandwidth(name_of<T>("embedding", c), microseconds, bytes);
 }
@@ -164,6 +164,7 @@ int main(int argc, char** argv) {
   if (!ladder::is_quick(argc, argv)) {
     using B = astrai::bfloat16;
     report.row("silu, many rows", verify_gated<B>({3000, 2048, 0}, Activation::kSilu));
+    report.row("embedding, many rows", verify_embedding<B>({3000, 2048, 0}));
     for (const Case& c : {Case{1, 6912, 0}, Case{128, 6912, 0}, Case{128, 8192, 0}, Case{8192, 6912, 0},
                           Case{8192, 8192, 0}, Case{16384, 3072, 0}}) {
       measure_gated<B>(report, c, Activation::kSilu);

@@ -93,8 +93,13 @@ template <typename T>
 class Buffer {
  public:
   explicit Buffer(std::size_t count) : count_(count) { check(cudaMalloc(&data_, count * sizeof(T)), "cudaMalloc"); }
-  explicit Buffer(const std::vector<T>& host) : Buffer(host.size()) {
-    check(cudaMemcpy(data_, host.data(), count_ * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy to device");
+  /// `copies` of `host`, one behind the other.
+  explicit Buffer(const std::vector<T>& host, int copies = 1) : Buffer(host.size() * copies) {
+    const std::size_t bytes = host.size() * sizeof(T);
+    check(cudaMemcpy(data_, host.data(), bytes, cudaMemcpyHostToDevice), "cudaMemcpy to device");
+    for (int i = 1; i < copies; ++i) {
+      check(cudaMemcpy(data_ + host.size() * i, data_, bytes, cudaMemcpyDeviceToDevice), "cudaMemcpy on the device");
+    }
   }
   ~Buffer() { cudaFree(data_); }
   Buffer(const Buffer&) = delete;
@@ -112,12 +117,16 @@ class Buffer {
   std::size_t count_;
 };
 
+/// Normal values. A million are drawn and then repeated: drawing takes the host longer than the GPU takes for all else.
+/// The period is a prime, so that rows of a tensor differ.
 template <typename T>
 std::vector<T> random_values(std::size_t count, uint32_t seed) {
+  constexpr std::size_t kPeriod = 1000003;
   std::mt19937 generator(seed);
   std::normal_distribution<float> normal(0.0f, 1.0f);
   std::vector<T> values(count);
-  for (T& value : values) value = Storage<T>::pack(normal(generator));
+  for (std::size_t i = 0; i < std::min(count, kPeriod); ++i) values[i] = Storage<T>::pack(normal(generator));
+  for (std::size_t i = kPeriod; i < count; ++i) values[i] = values[i - kPeriod];
   return values;
 }
 
@@ -150,26 +159,46 @@ class Report {
   int failures_ = 0;
 };
 
-/// Median time of one launch in microseconds; `launch(i)` runs on stream 0 with the i-th of `buffers` buffer sets.
+/// Sets of buffers to rotate so that a launch finds little of its operands in L2 (60 MB on an H200). At most 500: small
+/// operands stay in L2, as they do between the kernels of a decode step.
+inline int buffer_sets(double bytes) { return std::min(500, std::max(2, static_cast<int>(300e6 / bytes))); }
+
+/// Median time of one launch in microseconds, by replay of a CUDA graph; `launch(i, stream)` uses the i-th of `buffers`
+/// buffer sets.
 template <typename Launch>
 double median_microseconds(int buffers, Launch launch) {
   constexpr int kSamples = 15;
+  const int rounds = (31 + buffers) / buffers;  // at least 32 launches a graph: its own start must not count
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
   cudaEvent_t start;
   cudaEvent_t stop;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   check(cudaEventCreate(&start), "cudaEventCreate");
   check(cudaEventCreate(&stop), "cudaEventCreate");
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the buffers were filled on stream 0
+  for (int i = 0; i < buffers; ++i) check(launch(i, stream), "launch");  // outside the capture: loads the kernel
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
+  for (int i = 0; i < rounds * buffers; ++i) check(launch(i % buffers, stream), "launch in a capture");
+  check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+  check(cudaGraphInstantiate(&replay, graph, 0), "cudaGraphInstantiate");
   std::vector<float> samples;
   for (int sample = -2; sample < kSamples; ++sample) {
-    check(cudaEventRecord(start), "cudaEventRecord");
-    for (int i = 0; i < buffers; ++i) check(launch(i), "launch");
-    check(cudaEventRecord(stop), "cudaEventRecord");
+    check(cudaEventRecord(start, stream), "cudaEventRecord");
+    check(cudaGraphLaunch(replay, stream), "cudaGraphLaunch");
+    check(cudaEventRecord(stop, stream), "cudaEventRecord");
     check(cudaEventSynchronize(stop), "cudaEventSynchronize");
     float milliseconds = 0.0f;
     check(cudaEventElapsedTime(&milliseconds, start, stop), "cudaEventElapsedTime");
-    if (sample >= 0) samples.push_back(milliseconds * 1e3f / static_cast<float>(buffers));
+    if (sample >= 0) samples.push_back(milliseconds * 1e3f / static_cast<float>(rounds * buffers));
   }
+  check(cudaGraphExecDestroy(replay), "cudaGraphExecDestroy");
+  check(cudaGraphDestroy(graph), "cudaGraphDestroy");
   check(cudaEventDestroy(start), "cudaEventDestroy");
   check(cudaEventDestroy(stop), "cudaEventDestroy");
+  check(cudaStreamDestroy(stream), "cudaStreamDestroy");
   std::nth_element(samples.begin(), samples.begin() + kSamples / 2, samples.end());
   return samples[kSamples / 2];
 }

@@ -1,7 +1,8 @@
 // linear against a double-precision reference; every kernel and variant bit by bit against every other (the reduction
 // contract); bandwidth of the projections of three models in one CUDA graph over weights that L2 cannot hold.
 //
-// `ladder_linear --tune` times further variants (stages, tiles, blocks a multiprocessor, clusters) and slice counts.
+// `ladder_linear --tune [PART]` times further variants instead (queues, tiles, blocks a multiprocessor, clusters, early
+// release) on the projections with PART in their name, after comparing their bits.
 
 #include "linear_speed.h"
 
@@ -199,7 +200,7 @@ void verify_all(ladder::Report& report, bool quick) {
   for (const Case& c : cases) {
     for (const Epilogue epilogue : {Epilogue::kNone, Epilogue::kBias, Epilogue::kResidual, Epilogue::kBoth,
                                     Epilogue::kSwiglu, Epilogue::kNorm}) {
-      if (epilogue == Epilogue::kNorm && c.rows > astrai::kNarrowRows) continue;
+      if (epilogue == Epilogue::kNorm && c.rows > astrai::kNormRows) continue;
       report.row(name_of(type, c, kEpilogueNames[static_cast<int>(epilogue)]), verify<T>(c, epilogue));
     }
   }
@@ -218,16 +219,25 @@ void verify_all(ladder::Report& report, bool quick) {
 
 int main(int argc, char** argv) {
   ladder::Report report;
+  if (argc > 1 && std::strcmp(argv[1], "--tune") == 0) {
+    for (const Variant& variant : ladder::to_tune()) {
+      if (variant.slices > 0) continue;  // other bits by intent
+      for (const Case& c : {Case{variant.most_rows, 1024, 512, 0}, Case{variant.most_rows, 13000, 136, 0}}) {
+        std::string culprit;
+        const double error = same_bits<astrai::bfloat16>(c, Epilogue::kSwiglu, {variant}, &culprit);
+        report.row(name_of("bf16", c, " same bits ") + (culprit.empty() ? variant.name : culprit), error);
+      }
+    }
+    const ladder::Pool pool;
+    ladder::tune(pool, argc > 2 ? argv[2] : "");
+    return report.finish();
+  }
   const bool quick = ladder::is_quick(argc, argv);
   verify_all<astrai::float16>(report, quick);
   verify_all<astrai::bfloat16>(report, quick);
   if (!quick) {
     const ladder::Pool pool;
-    if (argc > 1 && std::strcmp(argv[1], "--tune") == 0) {
-      ladder::tune(pool, argc > 2 ? argv[2] : "");
-    } else {
-      ladder::measure_released(pool);
-    }
+    ladder::measure_released(pool);
   }
   return report.finish();
 }

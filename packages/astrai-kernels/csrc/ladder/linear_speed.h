@@ -32,12 +32,13 @@ struct Pool {
   LinearDevice device = {};
 
   Pool() {
-    const std::vector<T> some = random_values<T>(1u << 22, 1);
+    const std::vector<T> some = random_values<T>(1u << 20, 1);
     for (std::size_t i = 0; i < kWeights; i += some.size()) {
       const std::size_t bytes = std::min(some.size(), kWeights - i) * sizeof(T);
-      check(cudaMemcpy(weights.get() + i, some.data(), bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+      const T* source = i == 0 ? some.data() : weights.get();
+      check(cudaMemcpy(weights.get() + i, source, bytes, cudaMemcpyDefault), "cudaMemcpy");
     }
-    check(cudaMemcpy(x.get(), some.data(), 128 * 8192 * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaMemcpy(x.get(), weights.get(), 128 * 8192 * sizeof(T), cudaMemcpyDeviceToDevice), "cudaMemcpy");
     check(cudaMemset(out.get(), 0, static_cast<std::size_t>(128) * 151936 * sizeof(T)), "cudaMemset");
     check(astrai::linear_device(&device), "linear_device");
   }
@@ -58,7 +59,7 @@ double graph_microseconds(int launches, Launch launch) {
   check(cudaEventCreate(&start), "cudaEventCreate");
   check(cudaEventCreate(&stop), "cudaEventCreate");
   std::vector<float> samples;
-  for (int sample = -2; sample < 9; ++sample) {
+  for (int sample = -1; sample < 7; ++sample) {
     check(cudaEventRecord(start, stream), "cudaEventRecord");
     check(cudaGraphLaunch(instance, stream), "cudaGraphLaunch");
     check(cudaEventRecord(stop, stream), "cudaEventRecord");
@@ -71,12 +72,12 @@ double graph_microseconds(int launches, Launch launch) {
   check(cudaEventDestroy(stop), "cudaEventDestroy");
   check(cudaGraphExecDestroy(instance), "cudaGraphExecDestroy");
   check(cudaGraphDestroy(graph), "cudaGraphDestroy");
-  std::nth_element(samples.begin(), samples.begin() + 4, samples.end());
-  return samples[4];
+  std::nth_element(samples.begin(), samples.begin() + 3, samples.end());
+  return samples[3];
 }
 
-/// `slices` 0: as the library chooses.
-inline double measure(const Pool& pool, const Projection& p, int rows, int slices, const Variant* variant) {
+/// `variant` null: what the library launches. NaN: the variant does not suit.
+inline double measure(const Pool& pool, const Projection& p, int rows, const Variant* variant) {
   LinearParams params = {};
   params.x = pool.x.get();
   params.x_stride = p.depth;
@@ -90,14 +91,14 @@ inline double measure(const Pool& pool, const Projection& p, int rows, int slice
   params.depth = p.depth;
   params.swiglu = p.end == End::kSwiglu;
   astrai::derive(params);
-  if (slices) {
-    params.slices = slices;
-    params.slice_steps = ((p.depth + astrai::kLinearStep - 1) / astrai::kLinearStep + slices - 1) / slices;
+  if (variant && variant->slices > 0) {
+    params.slices = variant->slices;
+    params.slice_steps = ((p.depth + astrai::kLinearStep - 1) / astrai::kLinearStep + params.slices - 1) / params.slices;
   }
   if (variant && !suits(*variant, params, pool.device)) return NAN;
   const std::size_t weights = static_cast<std::size_t>(p.features) * p.depth * (params.swiglu ? 2 : 1);
   const int sets = static_cast<int>(Pool::kWeights / weights);
-  const int launches = std::max(sets, static_cast<int>(1.6e9 / static_cast<double>(weights)));  // some 800 us
+  const int launches = std::max(sets, static_cast<int>(8e8 / static_cast<double>(weights)));  // some 400 us
   return graph_microseconds(launches, [&](int i) {
     LinearParams own = params;
     own.weight = pool.weights.get() + weights * (i % sets);
@@ -115,7 +116,7 @@ inline double bytes_of(const Projection& p, int rows) {
 inline void measure_released(const Pool& pool) {
   for (const Projection& p : kProjections) {
     for (const int rows : {1, 2, 4, 8, 16, 32, 64, 128}) {
-      const double microseconds = measure(pool, p, rows, 0, nullptr);
+      const double microseconds = measure(pool, p, rows, nullptr);
       std::printf("%-16s %6d x %4d rows %3d  %9.2f us  %7.1f GB/s  %6.1f TFLOP/s\n", p.name, p.features, p.depth, rows,
                   microseconds, bytes_of(p, rows) / microseconds * 1e-3,
                   2e-6 * rows * p.features * p.depth * (p.end == End::kSwiglu ? 2 : 1) / microseconds);
@@ -123,27 +124,30 @@ inline void measure_released(const Pool& pool) {
   }
 }
 
-/// Every variant with every number of slices, in microseconds; `part` of a projection's name selects.
+/// Every variant that suits, in microseconds, and the fastest; a line for each number of rows. `part` of a projection's
+/// name selects.
 inline void tune(const Pool& pool, const char* part) {
-  std::vector<Variant> variants = released<Pool::T>();
-  for (Variant& variant : to_tune()) variants.push_back(variant);
+  const std::vector<Variant> variants = to_tune();
   for (const Projection& p : kProjections) {
     if (std::strstr(p.name, part) == nullptr) continue;
-    for (const int rows : {1, 4, 8, 16, 32, 64, 128}) {
-      std::printf("%s, %d x %d, %d rows: released %.2f us, %d slices; microseconds with 1, 2, 4, 8 slices:\n", p.name,
-                  p.features, p.depth, rows, measure(pool, p, rows, 0, nullptr),
-                  astrai::linear_slices(p.features, p.depth));
+    std::printf("%s, %d x %d, %d slices\n", p.name, p.features, p.depth,
+                astrai::linear_slices(p.end == End::kSwiglu ? 2 * p.features : p.features, p.depth));
+    for (const int rows : {1, 8, 16, 32, 64, 128}) {
+      const double ours = measure(pool, p, rows, nullptr);
+      std::printf(" %3d rows: released %.2f", rows, ours);
+      double best = ours;
+      std::string winner = "released";
       for (const Variant& variant : variants) {
         if (rows < variant.least_rows || rows > variant.most_rows) continue;
-        std::printf("  %-24s", variant.name.c_str());
-        double best = INFINITY;
-        for (const int slices : {1, 2, 4, 8}) {
-          const double microseconds = measure(pool, p, rows, slices, &variant);
-          best = std::fmin(best, microseconds);
-          std::printf(" %8.2f", microseconds);
+        const double microseconds = measure(pool, p, rows, &variant);
+        if (std::isnan(microseconds)) continue;
+        std::printf(" | %s %.2f", variant.name.c_str(), microseconds);
+        if (microseconds < best) {
+          best = microseconds;
+          winner = variant.name;
         }
-        std::printf("   best %7.1f GB/s\n", bytes_of(p, rows) / best * 1e-3);
       }
+      std::printf(" || %s %.2f, %.0f GB/s\n", winner.c_str(), best, bytes_of(p, rows) / best * 1e-3);
     }
   }
 }

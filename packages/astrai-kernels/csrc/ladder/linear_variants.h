@@ -11,13 +11,22 @@ namespace ladder {
 using astrai::LinearDevice;
 using astrai::LinearParams;
 
+/// What a launch can choose beside the kernel; 0 or less: as the library does.
+struct Choice {
+  int blocks = 0;          // a multiprocessor, at most
+  int cluster = 0;         // blocks, at most (wide kernel)
+  int slices = 0;          // changes the bits
+  int prefetch_steps = -1;
+  bool release_late = false;
+};
+
 /// A kernel with all its choices made.
 struct Variant {
   std::string name;
-  int most_rows;
   int least_rows;  // fewer are right too, but not worth timing
-  int most_slices;
-  std::function<int(const LinearParams&)> shared_bytes;
+  int most_rows;
+  int slices;  // see Choice
+  std::function<bool(const LinearParams&, const LinearDevice&)> suits;
   std::function<cudaError_t(const LinearParams&, const LinearDevice&)> launch;
 };
 
@@ -30,82 +39,135 @@ inline cudaStream_t stream_of_the_program() {
   return stream;
 }
 
-template <typename T, int kTiles, int kWarps, int kStages>
-Variant narrow(int blocks) {
+inline std::string name_of(const std::string& kernel, const Choice& choice) {
+  std::string name = kernel;
+  if (choice.blocks > 0) name += "/" + std::to_string(choice.blocks) + "b";
+  if (choice.cluster > 0) name += "/c" + std::to_string(choice.cluster);
+  if (choice.slices > 0) name += "/k" + std::to_string(choice.slices);
+  if (choice.prefetch_steps >= 0) name += "/p" + std::to_string(choice.prefetch_steps);
+  return choice.release_late ? name + "/late" : name;
+}
+
+inline LinearParams apply(LinearParams params, const Choice& choice) {
+  if (choice.prefetch_steps >= 0) params.prefetch_steps = choice.prefetch_steps;
+  if (choice.release_late) params.release_early = false;
+  return params;
+}
+
+template <typename T, int kTiles, int kRowTiles, int kStages>
+Variant narrow(const Choice& choice = {}) {
   char name[64];
-  std::snprintf(name, sizeof name, "n%d/%dw/%ds/%db", kTiles, kWarps, kStages, blocks);
-  return {name, 8, 1, kWarps, astrai::narrow_shared_bytes<kTiles, kWarps, kStages>,
-          [blocks](const LinearParams& params, const LinearDevice& device) {
-            return astrai::launch_linear_narrow<T, kTiles, kWarps, kStages, false>(params, device, blocks,
-                                                                                  stream_of_the_program());
+  std::snprintf(name, sizeof name, "n%dx%d/%ds", 16 * kTiles, 8 * kRowTiles, kStages);
+  return {name_of(name, choice), kRowTiles == 1 ? 1 : 4 * kRowTiles + 1, 8 * kRowTiles, choice.slices,
+          astrai::narrow_suits<kTiles, kRowTiles, 8, kStages, false>,
+          [choice](const LinearParams& params, const LinearDevice& device) {
+            return astrai::launch_linear_narrow<T, kTiles, kRowTiles, 8, kStages, false>(
+                apply(params, choice), device, choice.blocks > 0 ? choice.blocks : 2, stream_of_the_program());
           }};
 }
 
-template <typename T, int kRowTiles, int kDown, int kAcross, int kTiles, int kStages>
-Variant wide(int blocks, bool in_clusters) {
-  using Shape = astrai::WideShape<kRowTiles, kDown, kAcross, kTiles, kStages>;
+template <typename T, int kRowTiles, int kDown, int kAcross, int kTiles, int kStages, int kSumRows, bool kGroups = false>
+Variant wide(const Choice& choice = {}) {
+  using Shape = astrai::WideShape<kRowTiles, kDown, kAcross, kTiles, kStages, kSumRows>;
   char name[64];
-  std::snprintf(name, sizeof name, "w%d/%dx%dx%d/%ds/%db%s", 8 * kRowTiles, kDown, kAcross, kTiles, kStages, blocks,
-                in_clusters ? "" : "/seq");
-  return {name, 8 * kRowTiles, 4 * kRowTiles + 1, astrai::kLinearMostSlices,
-          [](const LinearParams&) { return Shape::kSharedBytes; },
-          [blocks, in_clusters](const LinearParams& params, const LinearDevice& device) {
-            return astrai::launch_linear_wide<T, kRowTiles, kDown, kAcross, kTiles, kStages>(
-                params, device, blocks, in_clusters, stream_of_the_program());
+  std::snprintf(name, sizeof name, "%s%dx%d/%dw/%ds", kGroups ? "g" : "w", Shape::kWidth, Shape::kRows, kDown * kAcross, kStages);
+  return {name_of(name, choice), 4 * kRowTiles + 1, 8 * kRowTiles, choice.slices,
+          [choice](const LinearParams& params, const LinearDevice& device) {
+            // A limit that the shared memory does not allow would be another variant.
+            return astrai::wide_suits<Shape>(params, device) &&
+                   (choice.cluster == 0 || astrai::wide_cluster<Shape>(params, device, choice.cluster) <= choice.cluster);
+          },
+          [choice](const LinearParams& params, const LinearDevice& device) {
+            return astrai::launch_linear_wide<T, kRowTiles, kDown, kAcross, kTiles, kStages, kSumRows, kGroups>(
+                apply(params, choice), device, choice.blocks > 0 ? choice.blocks : 2,
+                choice.cluster > 0 ? choice.cluster : astrai::kLinearMostSlices, stream_of_the_program());
           }};
 }
 
-/// The released kernels; the first column of what is timed.
+/// The released kernels, the wide ones with every size of cluster.
 template <typename T>
 std::vector<Variant> released() {
   std::vector<Variant> all;
-#define ASTRAI_CASE(T_, TILES, WARPS, STAGES, NORM) \
-  if (!NORM) all.push_back(narrow<T_, TILES, WARPS, STAGES>(2));
+#define ASTRAI_CASE(T_, TILES, ROW_TILES, WARPS, STAGES, NORM, MOST_STEPS, LEAST_SLICES) \
+  if (!NORM) all.push_back(narrow<T_, TILES, ROW_TILES, STAGES>());
   ASTRAI_LINEAR_NARROW_CASES(ASTRAI_CASE, T)
 #undef ASTRAI_CASE
-#define ASTRAI_CASE(T_, ROW_TILES, DOWN, ACROSS, TILES, STAGES, BLOCKS)                       \
-  all.push_back(wide<T_, ROW_TILES, DOWN, ACROSS, TILES, STAGES>(BLOCKS, true));              \
-  all.push_back(wide<T_, ROW_TILES, DOWN, ACROSS, TILES, STAGES>(BLOCKS, false));
+#define ASTRAI_CASE(T_, ROW_TILES, DOWN, ACROSS, TILES, STAGES, SUM_ROWS, GROUPS, BLOCKS, LEAST_TILES)  \
+  for (const int cluster : {1, 2, 4, 8}) {                                                          \
+    Choice choice;                                                                                  \
+    choice.cluster = cluster;                                                                       \
+    all.push_back(wide<T_, ROW_TILES, DOWN, ACROSS, TILES, STAGES, SUM_ROWS, GROUPS>(choice));      \
+  }
   ASTRAI_LINEAR_WIDE_CASES(ASTRAI_CASE, T)
 #undef ASTRAI_CASE
   return all;
 }
 
+/// {blocks, cluster, slices, prefetched steps, release late}
 inline std::vector<Variant> to_tune() {
   using T = astrai::bfloat16;
-  std::vector<Variant> all;
-  for (const int blocks : {1, 2}) {
-    all.push_back(narrow<T, 1, 8, 3>(blocks));
-    all.push_back(narrow<T, 1, 8, 4>(blocks));
-    all.push_back(narrow<T, 2, 8, 2>(blocks));
-    all.push_back(narrow<T, 2, 8, 3>(blocks));
-  }
-  all.push_back(narrow<T, 1, 8, 2>(4));
-  all.push_back(narrow<T, 1, 8, 6>(1));
-  all.push_back(narrow<T, 1, 16, 2>(1));
-  all.push_back(narrow<T, 1, 16, 3>(1));
-  all.push_back(wide<T, 2, 2, 1, 1, 6>(4, true));
-  all.push_back(wide<T, 2, 4, 1, 1, 4>(4, true));
-  all.push_back(wide<T, 2, 4, 1, 2, 4>(2, true));
-  all.push_back(wide<T, 2, 8, 1, 1, 4>(2, true));
-  all.push_back(wide<T, 4, 4, 1, 1, 4>(3, true));
-  all.push_back(wide<T, 4, 4, 1, 2, 4>(2, true));
-  all.push_back(wide<T, 4, 8, 1, 1, 4>(2, true));
-  all.push_back(wide<T, 8, 4, 2, 1, 4>(2, true));
-  all.push_back(wide<T, 8, 4, 1, 1, 4>(2, true));
-  all.push_back(wide<T, 8, 4, 2, 2, 4>(1, true));
-  all.push_back(wide<T, 8, 8, 1, 1, 4>(1, true));
-  all.push_back(wide<T, 16, 4, 2, 1, 3>(2, true));
-  all.push_back(wide<T, 16, 4, 2, 2, 3>(1, true));
-  all.push_back(wide<T, 16, 8, 1, 1, 4>(1, true));
-  all.push_back(wide<T, 16, 4, 4, 2, 4>(1, true));
-  return all;
+  return {
+      // 1 to 8 rows: what early release and prefetching bring, depth of the queue, slices
+      narrow<T, 1, 1, 4>({2, 0, 0, 0, true}),
+      narrow<T, 1, 1, 4>({2, 0, 0, 0, false}),
+      narrow<T, 1, 1, 4>({2, 0, 0, 4, false}),
+      narrow<T, 1, 1, 4>({2, 0, 0, 16, false}),
+      narrow<T, 1, 1, 4>({1, 0, 0, 4, false}),
+      narrow<T, 1, 1, 3>({2, 0, 0, 4, false}),
+      narrow<T, 1, 1, 3>({1, 0, 0, 8, false}),
+      narrow<T, 1, 1, 2>({2, 0, 0, 4, false}),
+      narrow<T, 1, 1, 6>({1, 0, 0, 4, false}),
+      narrow<T, 2, 1, 2>({2, 0, 0, 4, false}),
+      narrow<T, 1, 1, 4>({2, 0, 2, -1, false}),
+      narrow<T, 1, 1, 4>({2, 0, 4, -1, false}),
+      narrow<T, 1, 1, 4>({2, 0, 8, -1, false}),
+      // 9 to 16
+      narrow<T, 1, 2, 3>({2, 0, 0, 0, true}),
+      narrow<T, 1, 2, 3>(),
+      narrow<T, 1, 2, 2>(),
+      narrow<T, 1, 2, 4>({1, 0, 0, -1, false}),
+      narrow<T, 2, 2, 2>(),
+      wide<T, 2, 4, 1, 1, 6, 16>({3, 2, 0, -1, false}),
+      wide<T, 2, 4, 1, 1, 6, 16>({3, 4, 0, -1, false}),
+      wide<T, 2, 4, 1, 1, 6, 16>({3, 8, 0, -1, false}),
+      wide<T, 2, 4, 1, 1, 6, 16>({2, 8, 0, -1, false}),
+      // 17 to 32
+      narrow<T, 1, 4, 2>(),
+      narrow<T, 1, 4, 3>({1, 0, 0, -1, false}),
+      narrow<T, 2, 4, 2>({1, 0, 0, -1, false}),
+      wide<T, 4, 4, 1, 1, 6, 32>({2, 8, 0, -1, true}),
+      wide<T, 4, 4, 1, 1, 6, 32>({2, 2, 0, -1, false}),
+      wide<T, 4, 4, 1, 1, 6, 32>({2, 4, 0, -1, false}),
+      wide<T, 4, 4, 1, 1, 6, 32>({2, 8, 0, -1, false}),
+      wide<T, 4, 4, 2, 1, 6, 32>({2, 8, 0, -1, false}),
+      wide<T, 4, 4, 1, 2, 5, 32>({2, 8, 0, -1, false}),
+      // 33 to 64
+      wide<T, 8, 4, 2, 1, 4, 64>({2, 2, 0, -1, false}),
+      wide<T, 8, 4, 2, 1, 4, 64>({2, 4, 0, -1, false}),
+      wide<T, 8, 4, 2, 1, 4, 64>({2, 8, 0, -1, false}),
+      wide<T, 8, 4, 2, 1, 6, 64>({1, 8, 0, -1, false}),
+      wide<T, 8, 4, 2, 2, 6, 64>({1, 8, 0, -1, false}),
+      wide<T, 8, 4, 2, 2, 3, 64>({2, 8, 0, -1, false}),
+      // 65 to 128
+      wide<T, 16, 4, 2, 1, 3, 128>({2, 2, 0, -1, false}),
+      wide<T, 16, 4, 2, 1, 3, 128>({2, 4, 0, -1, false}),
+      wide<T, 16, 4, 2, 1, 3, 128>({2, 8, 0, -1, false}),
+      wide<T, 16, 4, 2, 2, 4, 128>({1, 8, 0, -1, false}),
+      wide<T, 16, 4, 2, 2, 5, 32>({1, 1, 0, -1, false}),
+      wide<T, 16, 4, 2, 4, 4, 16>({1, 1, 0, -1, false}),
+      // by warpgroups
+      wide<T, 8, 4, 1, 1, 5, 64, true>({2, 8, 0, -1, false}),
+      wide<T, 8, 8, 1, 1, 6, 64, true>({1, 8, 0, -1, false}),
+      wide<T, 16, 4, 1, 1, 3, 128, true>({2, 4, 0, -1, false}),
+      wide<T, 16, 4, 1, 1, 3, 128, true>({2, 8, 0, -1, false}),
+      wide<T, 16, 8, 1, 1, 5, 32, true>({1, 1, 0, -1, false}),
+      wide<T, 16, 8, 1, 2, 4, 16, true>({1, 1, 0, -1, false}),
+  };
 }
 
 /// A variant can run these parameters on this device.
 inline bool suits(const Variant& variant, const LinearParams& params, const LinearDevice& device) {
-  return params.rows <= variant.most_rows && params.slices <= variant.most_slices &&
-         variant.shared_bytes(params) + 1024 <= device.shared_bytes;
+  return variant.suits(params, device);
 }
 
 }  // namespace ladder

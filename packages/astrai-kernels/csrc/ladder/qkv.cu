@@ -245,7 +245,7 @@ void measure(ladder::Report& report, const Case& c) {
                                : static_cast<double>(heads) * sizeof(T);
   const double bytes = static_cast<double>(c.tokens) *
                        (c.head_dim * (static_cast<double>(heads) * sizeof(T) + written) + 4.0 * c.rotary_dim + 16.0);
-  const int buffers = std::max(2, static_cast<int>(300e6 / bytes));
+  const int buffers = ladder::buffer_sets(bytes);
   const int64_t qkv_count = c.tokens * o.row_stride();
   const ladder::Buffer<T> qkv(qkv_count * buffers), q(o.q_count() * buffers), q_norm(o.q_norm), k_norm(o.k_norm);
   const ladder::Buffer<T> k(o.pool_count() * buffers), v(o.pool_count() * buffers);
@@ -253,12 +253,12 @@ void measure(ladder::Report& report, const Case& c) {
   const ladder::Buffer<float> cos(o.cos), sin(o.sin);
   const ladder::Buffer<int64_t> positions(o.positions), slots(o.slots);
   ladder::check(cudaMemset(qkv.get(), 0, qkv_count * buffers * sizeof(T)), "cudaMemset");
-  const double microseconds = ladder::median_microseconds(buffers, [&](int i) {
+  const double microseconds = ladder::median_microseconds(buffers, [&](int i, cudaStream_t stream) {
     return astrai::qkv_norm_rope_write(
         parameters<T>(o, qkv.get() + qkv_count * i, q.get() + o.q_count() * i, k.get() + o.pool_count() * i,
                       v.get() + o.pool_count() * i, k_scale.get(), v_scale.get(), q_norm.get(), k_norm.get(), cos.get(),
                       sin.get(), positions.get(), slots.get()),
-        Storage<T>::kDType, nullptr);
+        Storage<T>::kDType, stream);
   });
   report.bandwidth(name_of<T>(c), microseconds, bytes);
 }
@@ -292,8 +292,9 @@ int main(int argc, char** argv) {
   if (!ladder::is_quick(argc, argv)) {
     using B = astrai::bfloat16;
     // Enough tokens for several heads a team.
-    report.row("many tokens", verify<B>({4096, 6, 2, 128, 128, Layout::kHalves, true, false, 8}));
-    report.row("many tokens, fp8", verify<B>({4096, 12, 2, 64, 64, Layout::kInterleaved, true, true, 0}));
+    report.row("many tokens", verify<B>({9000, 6, 2, 128, 128, Layout::kHalves, true, false, 8}));
+    report.row("many tokens, fp8", verify<B>({9000, 6, 2, 64, 64, Layout::kHalves, true, true, 0}));
+    report.row("many tokens, interleaved, fp8", verify<B>({9000, 12, 2, 64, 64, Layout::kInterleaved, true, true, 0}));
     for (const int64_t tokens : {1, 8, 32, 128, 16384}) {
       measure<B>(report, {tokens, 24, 4, 64, 64, Layout::kHalves, false, false, 0});
       measure<B>(report, {tokens, 32, 8, 64, 64, Layout::kHalves, false, false, 0});

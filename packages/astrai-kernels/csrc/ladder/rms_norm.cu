@@ -85,13 +85,13 @@ template <typename T>
 void measure(ladder::Report& report, const Case& c, bool with_add) {
   const std::size_t count = static_cast<std::size_t>(c.rows) * c.hidden;
   const double bytes = static_cast<double>(count) * sizeof(T) * (with_add ? 4 : 2);
-  const int buffers = std::max(2, static_cast<int>(300e6 / bytes));
+  const int buffers = ladder::buffer_sets(bytes);
   const ladder::Buffer<T> x(count * buffers), residual(count * buffers), out(count * buffers);
   const ladder::Buffer<T> residual_out(count * buffers), weight(c.hidden);
   ladder::check(cudaMemset(x.get(), 0, count * buffers * sizeof(T)), "cudaMemset");
   ladder::check(cudaMemset(residual.get(), 0, count * buffers * sizeof(T)), "cudaMemset");
   ladder::check(cudaMemset(weight.get(), 0, c.hidden * sizeof(T)), "cudaMemset");
-  const double microseconds = ladder::median_microseconds(buffers, [&](int i) {
+  const double microseconds = ladder::median_microseconds(buffers, [&](int i, cudaStream_t stream) {
     const std::size_t offset = count * i;
     const astrai::RmsNormParams params = {{x.get() + offset, c.hidden, 0},
                                           {residual.get() + offset, c.hidden, 0},
@@ -102,7 +102,7 @@ void measure(ladder::Report& report, const Case& c, bool with_add) {
                                           1,
                                           c.hidden,
                                           1e-6f};
-    return astrai::rms_norm(params, Storage<T>::kDType, with_add, nullptr);
+    return astrai::rms_norm(params, Storage<T>::kDType, with_add, stream);
   });
   report.bandwidth(name_of<T>(c, with_add, ""), microseconds, bytes);
 }
@@ -125,6 +125,13 @@ int main(int argc, char** argv) {
   verify_all<astrai::float16>(report);
   verify_all<astrai::bfloat16>(report);
   if (!ladder::is_quick(argc, argv)) {
+    // Enough rows for the kernel that takes many.
+    for (const Case& c : {Case{60001, 64, 0}, Case{30001, 128, 8}, Case{15001, 256, 0}, Case{7001, 512, 0},
+                          Case{4001, 960, 0}, Case{2001, 1536, 0}, Case{2001, 2048, 0}, Case{2001, 2056, 0}, Case{2001, 4096, 8}}) {
+      for (const bool with_add : {false, true}) {
+        report.row(name_of<astrai::bfloat16>(c, with_add, ""), verify<astrai::bfloat16>(c, with_add));
+      }
+    }
     for (const Case& c : {Case{1, 4096, 0}, Case{32, 4096, 0}, Case{8192, 1536, 0}, Case{8192, 2048, 0},
                           Case{8192, 4096, 0}, Case{8192, 8192, 0}, Case{4096, 16384, 0}, Case{524288, 128, 0}}) {
       for (const bool with_add : {false, true}) measure<astrai::bfloat16>(report, c, with_add);

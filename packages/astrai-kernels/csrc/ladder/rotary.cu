@@ -124,7 +124,7 @@ void measure(ladder::Report& report, const Case& c, bool interleaved) {
   const int half = c.rotary_dim / 2;
   const std::size_t count = static_cast<std::size_t>(c.tokens) * (c.q_heads + c.k_heads) * c.head_dim;
   const double bytes = 2.0 * static_cast<double>(count) * sizeof(T) + static_cast<double>(c.tokens) * (8.0 * half + 8.0);
-  const int buffers = std::max(2, static_cast<int>(300e6 / bytes));
+  const int buffers = ladder::buffer_sets(bytes);
   const Tables tables(half);
   const ladder::Buffer<T> x(count * buffers);
   const ladder::Buffer<float> cos(tables.cos), sin(tables.sin);
@@ -132,10 +132,10 @@ void measure(ladder::Report& report, const Case& c, bool interleaved) {
   for (int64_t token = 0; token < c.tokens; ++token) positions[token] = token % kMaxPos;
   const ladder::Buffer<int64_t> d_positions(positions);
   ladder::check(cudaMemset(x.get(), 0, count * buffers * sizeof(T)), "cudaMemset");
-  const double microseconds = ladder::median_microseconds(buffers, [&](int i) {
+  const double microseconds = ladder::median_microseconds(buffers, [&](int i, cudaStream_t stream) {
     T* data = x.get() + count * i;
     return astrai::rotary(parameters<T>(c, data, data, cos.get(), sin.get(), d_positions.get()), Storage<T>::kDType,
-                          interleaved, nullptr);
+                          interleaved, stream);
   });
   report.bandwidth(name_of<T>(c, interleaved, true), microseconds, bytes);
 }

@@ -119,9 +119,11 @@ struct Operands {
 
   Operands(const Case& wanted, const std::vector<Wish>& wishes) : c(wanted) {
     logits = ladder::random_values<T>(c.rows * stride(), 1);
-    for (int64_t i = 0; i < c.rows * stride(); ++i) {
-      const bool outside = i % stride() >= c.vocab;
-      logits[i] = Storage<T>::pack(outside ? NAN : c.spread * Storage<T>::unpack(logits[i]));
+#pragma omp parallel for
+    for (int64_t row = 0; row < c.rows; ++row) {
+      T* values = logits.data() + row * stride();
+      for (int i = 0; i < c.vocab; ++i) values[i] = Storage<T>::pack(c.spread * Storage<T>::unpack(values[i]));
+      std::fill(values + c.vocab, values + stride(), Storage<T>::pack(NAN));
     }
     for (int64_t row = 0; row < c.rows; ++row) {
       const Wish& wish = wishes[row % wishes.size()];
@@ -164,7 +166,7 @@ struct Operands {
   }
 };
 
-/// The operands on the device.
+/// The operands on the device, those of [rows, vocab] several times over.
 template <typename T>
 struct Device {
   const Case c;
@@ -175,9 +177,9 @@ struct Device {
   ladder::Buffer<uint8_t> seen;
   ladder::Buffer<int64_t> out;
 
-  explicit Device(const Operands<T>& o)
+  explicit Device(const Operands<T>& o, int copies = 1)
       : c(o.c),
-        logits(o.logits),
+        logits(o.logits, copies),
         temperature(o.temperature),
         top_p(o.top_p),
         min_p(o.min_p),
@@ -187,13 +189,13 @@ struct Device {
         top_k(o.top_k),
         seed(o.seed),
         position(o.position),
-        counts(o.counts),
-        seen(o.seen),
+        counts(o.counts, copies),
+        seen(o.seen, copies),
         out(std::vector<int64_t>(o.c.rows, -1)) {}
 
-  astrai::SamplingParams parameters(bool draws) const {
+  astrai::SamplingParams parameters(bool draws, int copy = 0) const {
     astrai::SamplingParams params = {};
-    params.logits = logits.get();
+    params.logits = logits.get() + copy * c.rows * (c.vocab + c.gap);
     params.logits_stride = c.vocab + c.gap;
     params.out = out.get();
     params.out_stride = 1;
@@ -211,8 +213,8 @@ struct Device {
       params.presence = {presence.get(), 1};
       params.frequency = {frequency.get(), 1};
       params.repetition = {repetition.get(), 1};
-      params.counts = counts.get();
-      params.seen = seen.get();
+      params.counts = counts.get() + copy * c.rows * c.vocab;
+      params.seen = seen.get() + copy * c.rows * c.vocab;
       params.counts_stride = params.seen_stride = c.vocab;
     }
     return params;
@@ -248,13 +250,11 @@ template <typename T>
 void measure(ladder::Report& report, const char* what, const Case& c, const Wish& wish, bool draws) {
   const Operands<T> o(c, {wish});
   const double bytes = static_cast<double>(c.rows) * c.vocab * (sizeof(T) + (c.penalises ? 5.0 : 0.0));
-  const int buffers = std::max(2, static_cast<int>(200e6 / bytes));
-  std::vector<Device<T>*> devices;
-  for (int i = 0; i < buffers; ++i) devices.push_back(new Device<T>(o));
-  const double microseconds = ladder::median_microseconds(buffers, [&](int i) {
-    return astrai::sampling(devices[i]->parameters(draws), Storage<T>::kDType, nullptr);
+  const int buffers = ladder::buffer_sets(bytes);
+  const Device<T> device(o, buffers);
+  const double microseconds = ladder::median_microseconds(buffers, [&](int i, cudaStream_t stream) {
+    return astrai::sampling(device.parameters(draws, i), Storage<T>::kDType, stream);
   });
-  for (const Device<T>* device : devices) delete device;
   report.bandwidth(name_of<T>(what, c), microseconds, bytes);
 }
 

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from ._linear import linear
     from ._loader import BuildInfo, build_info
     from .attention import DecodePlan, decode_attention
     from .elementwise import embedding, gated_activation
     from .fused import add_rms_norm, rms_norm
     from .prefill import prefill_attention
+    from .projection import linear
     from .qkv import qkv_norm_rope_write
     from .rotary import apply_rotary, apply_rotary_
     from .sampling import argmax, sample
@@ -72,7 +72,7 @@ _HOMES = {
     "build_info": "_loader",
     "add_rms_norm": "fused",
     "rms_norm": "fused",
-    "linear": "_linear",
+    "linear": "projection",
     "apply_rotary": "rotary",
     "apply_rotary_": "rotary",
 }

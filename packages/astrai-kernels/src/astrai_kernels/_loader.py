@@ -10,6 +10,22 @@ from typing import TypedDict
 from ._version import __version__
 
 _MODULE = "astrai_kernels.lib._C"
+# What the Python files beside this one call. A module compiled before one of these was added would fail at its first use.
+_FUNCTIONS = (
+    "add_rms_norm",
+    "attention_capacity",
+    "attention_decode",
+    "attention_plan",
+    "attention_prefill",
+    "build_info",
+    "embedding",
+    "gated_activation",
+    "linear",
+    "qkv_norm_rope_write",
+    "rms_norm",
+    "rotary",
+    "sample",
+)
 
 
 @functools.cache
@@ -19,10 +35,11 @@ def extension() -> ModuleType:
     Raises
     ------
     ImportError
-        If this installation carries no compiled module, or it cannot be loaded; the message says which and what to do.
+        If this installation carries no compiled module, one that cannot be loaded, or one of an earlier version; the
+        message says which and what to do.
     """
     try:
-        return importlib.import_module(_MODULE)
+        module = importlib.import_module(_MODULE)
     except ModuleNotFoundError as error:
         if error.name != _MODULE:
             raise
@@ -31,6 +48,14 @@ def extension() -> ModuleType:
             "or build it with nvcc by `pip install packages/astrai-kernels`",
             name=_MODULE,
         ) from error
+    missing = [name for name in _FUNCTIONS if not hasattr(module, name)]
+    if missing:
+        raise ImportError(
+            f"the compiled module {_MODULE} is older than astrai-kernels {__version__}, it lacks {', '.join(missing)}: "
+            "reinstall the wheel, or build it again by `pip install packages/astrai-kernels`",
+            name=_MODULE,
+        )
+    return module
 
 
 class BuildInfo(TypedDict):

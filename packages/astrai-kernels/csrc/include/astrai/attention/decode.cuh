@@ -28,7 +28,7 @@ template <typename T, typename KV, int kDim, int kRowTiles, bool kExtras>
 struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
   using Warp = DecodeWarp<T, KV, kDim, kRowTiles, kExtras>;
   using Warp::chunk_index, Warp::first_row, Warp::group, Warp::kv_head, Warp::n_rows;
-  using Warp::kInfinity, Warp::kRows, Warp::kThreads, Warp::kWarps;
+  using Warp::kRows, Warp::kThreads, Warp::kWarps;
   using Warp::lane, Warp::p, Warp::shared, Warp::warp;
   using typename Warp::Row;
 
@@ -89,7 +89,7 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
     T* target = static_cast<T*>(p.out) + token * p.out_token_stride + row_r.head * p.out_head_stride;
     *reinterpret_cast<uint2*>(target + d) = packed;
     if (d == 0 && p.lse) {
-      p.lse[token * p.n_heads + row_r.head] = total > 0.0f ? (top + log2f(total)) * kLn2 : -kInfinity;
+      p.lse[token * p.n_heads + row_r.head] = total > 0.0f ? (top + log2f(total)) * kLn2 : -infinity();
     }
   }
 

@@ -16,6 +16,7 @@ struct DecodeWarp {
   static constexpr int kTile = decode_shape(kDim, kRowTiles).tile;  // granules held at once
   static constexpr int kKeyParts = (kDim + 31) / 32;    // 32-wide parts of a key; a thread holds 8 elements of each
   static constexpr int kValueParts = (kDim + 63) / 64;  // 64-wide parts of a value; likewise
+  static constexpr bool kPrefetch = kDim <= 192;  // the next step's keys and values during this one; registers allow it
   static constexpr int kRowStride = 32 * kKeyParts + 4;           // floats between rows in shared memory
 
   struct Shared {
@@ -156,7 +157,8 @@ struct DecodeWarp {
   /// Scale, cap and mask the scores of one granule whose first key is at `position`. Row r sees the keys from
   /// high[r] - span up to high[r], as far as they lie within [low, end).
   __device__ __forceinline__ void finish_scores(float (&s)[2][4], int position, const int (&high)[kRowTiles], int low,
-                                                int end, int span, int request, bool all_visible) const {
+                                                int end, int span, int request, int first_query,
+                                                bool all_visible) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -179,17 +181,15 @@ struct DecodeWarp {
         const int limit = high[e / 2];
         bool visible = key >= max(low, limit - span) && key < min(limit, end);
         if constexpr (kExtras) {
-          const Row row_e = row(g + 8 * (e / 2));
-          if (p.mask && visible && row_e.exists) {
-            visible = p.mask[(static_cast<int64_t>(request) * p.q_len + row_e.query) * p.mask_stride + key] != 0;
+          if (p.mask && visible) {
+            const int query = max(0, min(limit - 1 - first_query, p.q_len - 1));  // a row that does not exist has any
+            visible = p.mask[(static_cast<int64_t>(request) * p.q_len + query) * p.mask_stride + key] != 0;
           }
         }
-        if (!visible) s[i][e] = -kInfinity;
+        if (!visible) s[i][e] = -infinity();
       }
     }
   }
-
-  static constexpr float kInfinity = __builtin_huge_valf();
 
   /// Raise the maxima where a score exceeds them. They are whole numbers, so the rescaling is exact.
   __device__ __forceinline__ void raise_maxima(const Scores& s) {
@@ -197,7 +197,7 @@ struct DecodeWarp {
     bool exceeds = false;
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
-      highest[r] = -kInfinity;
+      highest[r] = -infinity();
 #pragma unroll
       for (int t = 0; t < kTile; ++t) {
 #pragma unroll
@@ -329,8 +329,10 @@ struct DecodeWarp {
     const int last_position = begin + ((skipped + kTile - 1) * kWarps + warp) * kGranule + kGranule;
     const bool early = p.overlap && min(last_position, end) <= first_query;
     if (is_first && !early) join();
-    load_keys(k_base, k_stride, slots, 0);
-    load_values(v_base, v_stride, slots, 0);
+    if constexpr (kPrefetch) {
+      load_keys(k_base, k_stride, slots, 0);
+      load_values(v_base, v_stride, slots, 0);
+    }
     if (is_first && early) join();
     load_queries(request);
 #pragma unroll 1
@@ -342,18 +344,20 @@ struct DecodeWarp {
         constexpr bool kWhole = kTile == 2;
         const int from = kWhole || step > 0 ? next_slots : slots;
         const int half = kWhole || step > 0 ? 0 : 1;
+        if constexpr (!kPrefetch) load_keys(k_base, k_stride, slots, step);
         Scores s;
         multiply(s);
-        if (has_next) load_keys(k_base, k_stride, from, half);
+        if constexpr (!kPrefetch) load_values(v_base, v_stride, slots, step);
+        if (kPrefetch && has_next) load_keys(k_base, k_stride, from, half);
 #pragma unroll
         for (int t = 0; t < kTile; ++t) {
           const int position = begin + ((granule + step + t) * kWarps + warp) * kGranule;
           const bool all_visible = position >= all_from && position + kGranule <= all_to && !(kExtras && p.mask);
-          finish_scores(s[t], position, high, low, end, span, request, all_visible);
+          finish_scores(s[t], position, high, low, end, span, request, first_query, all_visible);
         }
         raise_maxima(s);
         accumulate(s);
-        if (has_next) load_values(v_base, v_stride, from, half);
+        if (kPrefetch && has_next) load_values(v_base, v_stride, from, half);
       }
       slots = next_slots;
       next_slots = load_slots(granule + 4);

@@ -82,6 +82,9 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return value;
 }
 
+/// Not a constant: NVRTC has no header that names it.
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

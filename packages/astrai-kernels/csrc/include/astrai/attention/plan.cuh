@@ -56,7 +56,7 @@ __device__ __forceinline__ int warp_max(int value) {
   return value;
 }
 
-__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const AttentionPlanParams p) {
+__global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const AttentionPlanParams p) {
   __shared__ float cost[kCandidates];
   __shared__ int totals[kCandidates + 1];
   __shared__ int chosen;
@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const AttentionPlanP
     longest = warp_max(longest);
     most = warp_max(most);
     if (lane == 0) {
-      const int64_t items = static_cast<int64_t>(chunks) * p.units;
-      const float rounds = static_cast<float>((items + p.workers - 1) / p.workers);
+      const float rounds = ceilf(static_cast<float>(chunks) * static_cast<float>(p.units) / static_cast<float>(p.workers));
       const bool fits = chunks <= p.max_chunks;
       cost[warp] = fits ? rounds * (static_cast<float>(longest) + kUnitCost) +
                               static_cast<float>(most - 1) * kMergeCost

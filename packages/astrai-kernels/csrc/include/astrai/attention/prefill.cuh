@@ -6,274 +6,22 @@
 // next K is. Two blocks a multiprocessor hide each other's softmax.
 #pragma once
 
-#include "astrai/attention/decode_shape.cuh"
-#include "astrai/attention/mma.cuh"
-#include "astrai/attention/params.h"
+#include "astrai/attention/prefill_tile.cuh"
 #include "astrai/common/launch.cuh"
 #include "astrai/common/pdl.cuh"
-#include "astrai/common/types.cuh"
 
 namespace astrai {
 
-constexpr int kPrefillWarps = 4;
-constexpr int kPrefillThreads = 32 * kPrefillWarps;
-
-/// Tiles of query rows and keys.
-struct PrefillShape {
-  int queries, keys;
-};
-#ifndef ASTRAI_KEYS_64
-#define ASTRAI_KEYS_64 64
-#define ASTRAI_KEYS_128 48
-#endif
-__host__ __device__ constexpr PrefillShape prefill_shape(int head_dim) {
-  if (head_dim <= 64) return {128, ASTRAI_KEYS_64};
-  if (head_dim <= 96) return {128, 64};
-  if (head_dim <= 128) return {128, ASTRAI_KEYS_128};
-  return {64, 32};
-}
-
 template <typename T, typename KV, int kDim, bool kExtras>
-struct Prefill {
-  static constexpr int kQueries = prefill_shape(kDim).queries;
-  static constexpr int kKeys = prefill_shape(kDim).keys;
-  static constexpr int kRowTiles = kQueries / (16 * kPrefillWarps);  // m16 tiles of a warp
-  static constexpr int kKeyTiles = kKeys / 8;
-  static constexpr int kValueTiles = kDim / 8;
-  static constexpr int kSteps = kDim / 16;
-  static constexpr int kStride = kDim + 8;       // elements between rows: an odd number of 16-byte units, no conflicts
-  static constexpr int kUnits = kDim / 8;        // 16-byte units of a row
-  static constexpr int kCopies = kKeys * kUnits / kPrefillThreads;  // of a thread for one tile of keys
-  static constexpr int kSharedBytes = (kQueries + 2 * kKeys) * kStride * 2 + 2 * kKeys * 4;
-  static_assert(kKeys * kUnits % kPrefillThreads == 0 && kQueries * kUnits % kPrefillThreads == 0, "whole copies");
+struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
+  using Tile = PrefillTile<T, KV, kDim, kExtras>;
+  using typename Tile::Scores;
+  using Tile::first_row, Tile::first_token, Tile::head, Tile::kv_head, Tile::q_len, Tile::seq_len;
+  using Tile::k_tile, Tile::lane, Tile::p, Tile::slots, Tile::thread, Tile::v_tile;
+  using Tile::kHoldQueries, Tile::kKeys, Tile::kQueries, Tile::kRowTiles, Tile::kSharedBytes, Tile::kSteps;
+  using Tile::kValueTiles, Tile::maximum, Tile::out, Tile::sum;
 
-  const AttentionParams& p;
-  uint32_t q_tile, k_tile, v_tile;  // shared-memory addresses
-  int* slots;                       // [2][kKeys] in shared memory: where the keys of this tile and the next one lie
-  int warp, lane, thread;
-
-  // The tile's place.
-  int head, kv_head, request, table_row, first_token, q_len, seq_len, first_row;
-
-  float out[kRowTiles][kValueTiles][4];
-  float maximum[kRowTiles][2];
-  float sum[kRowTiles][2];
-
-  __device__ __forceinline__ Prefill(const AttentionParams& params, unsigned char* memory)
-      : p(params), q_tile(static_cast<uint32_t>(__cvta_generic_to_shared(memory))),
-        k_tile(q_tile + kQueries * kStride * 2), v_tile(k_tile + kKeys * kStride * 2),
-        slots(reinterpret_cast<int*>(memory + (kQueries + 2 * kKeys) * kStride * 2)),
-        warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0)),
-        lane(static_cast<int>(threadIdx.x) % 32), thread(static_cast<int>(threadIdx.x)) {}
-
-  /// Tell the compiler that a value is the same in all lanes.
-  static __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-
-  /// Find the `index`-th tile from the end, so that the longest rows of a request start first. False: there is none.
-  __device__ __forceinline__ bool find_tile(int index) {
-    int total = 0;
-    for (int first = 0; first < p.batch; first += 32) total += warp_total(tiles_of(first + lane));
-    int wanted = total - 1 - index;
-    if (wanted < 0) return false;
-    for (int first = 0;; first += 32) {
-      const int own = tiles_of(first + lane);
-      int inclusive = own;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const int below = __shfl_up_sync(0xffffffffu, inclusive, offset);
-        if (lane >= offset) inclusive += below;
-      }
-      const uint32_t beyond = __ballot_sync(0xffffffffu, inclusive > wanted);
-      if (beyond) {
-        const int at = __ffs(static_cast<int>(beyond)) - 1;
-        request = first + at;
-        first_row = (wanted - __shfl_sync(0xffffffffu, inclusive - own, at)) * kQueries;
-        break;
-      }
-      wanted -= __shfl_sync(0xffffffffu, inclusive, 31);
-    }
-    request = uniform(request);
-    first_row = uniform(first_row);
-    first_token = uniform(p.qo_indptr[request]);
-    q_len = uniform(p.qo_indptr[request + 1]) - first_token;
-    seq_len = uniform(p.seq_lens[request]);
-    table_row = uniform(p.req_indices ? static_cast<int>(p.req_indices[request]) : request);
-    return true;
-  }
-  __device__ __forceinline__ int tiles_of(int index) const {
-    return index < p.batch ? (p.qo_indptr[index + 1] - p.qo_indptr[index] + kQueries - 1) / kQueries : 0;
-  }
-  static __device__ __forceinline__ int warp_total(int value) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
-    return value;
-  }
-
-  __device__ __forceinline__ void copy_queries() const {
-    const T* base = static_cast<const T*>(p.q) + (first_token + first_row) * p.q_token_stride + head * p.q_head_stride;
-#pragma unroll
-    for (int i = 0; i < kQueries * kUnits / kPrefillThreads; ++i) {
-      const int index = thread + i * kPrefillThreads;
-      const int row = index / kUnits;
-      const int unit = index - row * kUnits;
-      const bool exists = first_row + row < q_len;
-      copy_async(q_tile + (row * kStride + unit * 8) * 2, base + (exists ? row * p.q_token_stride : 0) + unit * 8, exists);
-    }
-  }
-
-  /// Slot of this thread's key in the tile that begins at `position`; -1 outside [low, high).
-  __device__ __forceinline__ int find_slot(int position, int low, int high) const {
-    const int key = position + thread;
-    if (thread >= kKeys || key < low || key >= high) return -1;
-    return KV::kPaged ? p.req_to_token[static_cast<int64_t>(table_row) * p.table_stride + key] : key;
-  }
-
-  __device__ __forceinline__ void copy_rows(uint32_t tile, const int* tile_slots, const void* buffer,
-                                            int64_t slot_stride, int64_t head_stride, int64_t batch_stride) const {
-    const T* base = static_cast<const T*>(buffer) + kv_head * head_stride + (KV::kPaged ? 0 : request * batch_stride);
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int index = thread + i * kPrefillThreads;
-      const int row = index / kUnits;
-      const int unit = index - row * kUnits;
-      const int slot = tile_slots[row];
-      const bool exists = slot >= 0;
-      copy_async(tile + (row * kStride + unit * 8) * 2, base + (exists ? slot * slot_stride : 0) + unit * 8, exists);
-    }
-  }
-
-  using Scores = float[kRowTiles][kKeyTiles][4];
-
-  __device__ __forceinline__ void multiply(Scores& s) const {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[m][n][i] = 0.0f;
-      }
-    }
-    const uint32_t q_source = q_tile + ((warp * 16 * kRowTiles + lane % 16) * kStride + lane / 16 * 8) * 2;
-    const uint32_t k_source = k_tile + ((lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8) * 2;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      uint32_t a[kRowTiles][4];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) load_matrices(a[m], q_source + (m * 16 * kStride + step * 16) * 2);
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; n += 2) {
-        uint32_t b[4];
-        load_matrices(b, k_source + (n * 8 * kStride + step * 16) * 2);
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          mma<T>(s[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
-          mma<T>(s[m][n + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
-        }
-      }
-    }
-  }
-
-  /// Position of a score's query: row g + 8 * half of m16 tile m.
-  __device__ __forceinline__ int query_position(int m, int half) const {
-    return seq_len - q_len + first_row + (warp * kRowTiles + m) * 16 + half * 8 + lane / 4;
-  }
-
-  __device__ __forceinline__ void mask_scores(Scores& s, int position, int high) const {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int query = query_position(m, half);
-        const int from = p.window ? query + 1 - p.window : 0;
-        const int to = min(query + 1, high);
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int key = position + n * 8 + lane % 4 * 2 + i;
-            bool visible = key >= from && key < to;
-            if constexpr (kExtras) {
-              const int64_t token = first_token + query - (seq_len - q_len);
-              if (p.mask && visible && query < seq_len) visible = p.mask[token * p.mask_stride + key] != 0;
-            }
-            if (!visible) s[m][n][2 * half + i] = -__builtin_huge_valf();
-          }
-        }
-      }
-    }
-  }
-
-  /// One step of the online softmax: scores become weights, in units of the score times scale_log2.
-  __device__ __forceinline__ void soften(Scores& s, float scale_log2) {
-    if constexpr (kExtras) {
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float score = s[m][n][i];
-            if (p.softcap > 0.0f) s[m][n][i] = p.softcap * tanhf(score * p.scale / p.softcap) / p.scale;
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float top = maximum[m][half];
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        const float factor = exp2_fast((maximum[m][half] - top) * scale_log2);
-        maximum[m][half] = top;
-        const float offset = top * scale_log2;
-        float total = 0.0f;
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& value = s[m][n][2 * half + i];
-            value = exp2_fast(fmaf(value, scale_log2, -offset));
-            total += value;
-          }
-        }
-        sum[m][half] = fmaf(sum[m][half], factor, total);
-#pragma unroll
-        for (int d = 0; d < kValueTiles; ++d) {
-          out[m][d][2 * half] *= factor;
-          out[m][d][2 * half + 1] *= factor;
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void accumulate(const Scores& s) {
-    const uint32_t v_source = v_tile + (lane % 16 * kStride + lane / 16 * 8) * 2;
-#pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-      uint32_t a[kRowTiles][4];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          a[m][i] = pack_pair<T>(s[m][2 * step + i / 2][i % 2 * 2], s[m][2 * step + i / 2][i % 2 * 2 + 1]);
-        }
-      }
-#pragma unroll
-      for (int d = 0; d < kValueTiles; d += 2) {
-        uint32_t b[4];
-        load_matrices_transposed(b, v_source + (step * 16 * kStride + d * 8) * 2);
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          mma<T>(out[m][d], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
-          mma<T>(out[m][d + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
-        }
-      }
-    }
-  }
+  __device__ __forceinline__ Prefill(const AttentionParams& params, unsigned char* memory) : Tile(params, memory) {}
 
   __device__ __forceinline__ void store() {
 #pragma unroll
@@ -283,11 +31,11 @@ struct Prefill {
         float total = sum[m][half];
         total += __shfl_xor_sync(0xffffffffu, total, 1);
         total += __shfl_xor_sync(0xffffffffu, total, 2);
-        const float top = maximum[m][half] * p.scale;  // natural units
+        const float top = maximum[m][half] * kLn2;
         float denominator = total;
         if (kExtras && p.sinks) denominator += __expf(p.sinks[head] - top);
         const float inverse = total > 0.0f ? 1.0f / denominator : 0.0f;
-        const int row = query_position(m, half) - (seq_len - q_len);
+        const int row = this->query_position(m, half) - (seq_len - q_len);
         if (row >= q_len) continue;
         const int64_t token = first_token + row;
         T* target = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride + lane % 4 * 2;
@@ -299,7 +47,7 @@ struct Prefill {
         if (p.lse && lane % 4 == 0) {
           p.lse[token * p.n_heads + head] =
               denominator > 0.0f && (total > 0.0f || (kExtras && p.sinks)) ? top + __logf(denominator)
-                                                                           : -__builtin_huge_valf();
+                                                                           : -infinity();
         }
       }
     }
@@ -310,7 +58,7 @@ struct Prefill {
     pdl_release();
     head = static_cast<int>(blockIdx.x);
     kv_head = head / (p.n_heads / p.n_kv_heads);
-    if (!find_tile(static_cast<int>(blockIdx.y))) return;
+    if (!this->find_tile(static_cast<int>(blockIdx.y))) return;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -336,32 +84,38 @@ struct Prefill {
     int position = low / kKeys * kKeys;
     int* now = slots;
     int* next = slots + kKeys;
-    copy_queries();
-    if (thread < kKeys) now[thread] = find_slot(position, low, high);
+    this->copy_queries();
+    if (thread < kKeys) now[thread] = this->find_slot(position, low, high);
     __syncthreads();
-    copy_rows(k_tile, now, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
+    this->copy_rows(k_tile, now, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
     commit_copies();
 #pragma unroll 1
     for (; position < high; position += kKeys) {
       wait_copies();
       __syncthreads();  // K has landed, and V of the tile before has been read
-      copy_rows(v_tile, now, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
+      if constexpr (kHoldQueries) {
+        if (position < low + kKeys) {
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) this->load_queries(step, step);
+        }
+      }
+      this->copy_rows(v_tile, now, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
       commit_copies();
       const bool has_next = position + kKeys < high;
-      const int next_slot = has_next ? find_slot(position + kKeys, low, high) : -1;
+      const int next_slot = has_next ? this->find_slot(position + kKeys, low, high) : -1;
       Scores s;
-      multiply(s);
-      if (position < all_from || position + kKeys > all_to || (kExtras && p.mask)) mask_scores(s, position, high);
-      soften(s, scale_log2);
+      this->multiply(s);
+      if (position < all_from || position + kKeys > all_to || (kExtras && p.mask)) this->mask_scores(s, position, high);
+      this->soften(s, scale_log2);
       if (thread < kKeys) next[thread] = next_slot;
       wait_copies();
       __syncthreads();  // V has landed, K has been read, and the next slots are there
-      if (has_next) copy_rows(k_tile, next, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
+      if (has_next) this->copy_rows(k_tile, next, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
       commit_copies();
       int* const other = now;
       now = next;
       next = other;
-      accumulate(s);
+      this->accumulate(s);
     }
     wait_copies();
     store();

@@ -7,8 +7,11 @@ namespace astrai {
 /// Wait until every earlier kernel of the stream has ended and its stores are visible.
 ///
 /// Every kernel of this library calls it in every thread that touches memory, before its first store and before it
-/// reads anything that an earlier kernel may have written. What may be read before it: weights, and whatever the
-/// kernel *two or more* launches back wrote, since pdl_release() comes after the wait in every kernel.
+/// reads anything that an earlier kernel may have written; one that ends has therefore waited for all before it.
+///
+/// What may be read before it: weights, which no kernel writes, and whatever was written before the last kernel that
+/// does not release early. Such a kernel has waited by the time that it releases, so all before it have ended; one that
+/// releases early says nothing of the kernels before it, and all of them in a row may run at once.
 __device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -17,7 +20,8 @@ __device__ __forceinline__ void pdl_wait() {
 
 /// Allow the next kernel of the stream to become resident once every block has called this (or ended).
 ///
-/// Only after pdl_wait(): otherwise the kernel after the next could start before this one's predecessor has ended.
+/// After pdl_wait(). Only `linear` releases early, before it, so that the weights of the kernels of a chain stream
+/// while each waits for the one before.
 __device__ __forceinline__ void pdl_release() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -9,35 +9,56 @@
 namespace astrai {
 
 constexpr int kEmbeddingThreads = 256;
+/// Octets of a thread where there are enough: that many ids, and then rows, are in flight.
+constexpr int kEmbeddingOctets = 4;
 
-/// One octet a thread; kAligned as in load_octet, for every row of both tensors.
-template <typename T, bool kAligned>
+/// kAligned as in load_octet, for every row of both tensors.
+template <typename T, int kOctets, bool kAligned>
 __global__ void __launch_bounds__(kEmbeddingThreads) embedding_kernel(const EmbeddingParams params,
                                                                      const uint32_t row_octets, const uint32_t total) {
   pdl_wait();
   pdl_release();
-  const uint32_t index = blockIdx.x * kEmbeddingThreads + threadIdx.x;
-  if (index >= total) return;
-  const uint32_t line = index / row_octets;
-  const int begin = static_cast<int>(index - line * row_octets) * kOctet;
-  const int count = params.hidden - begin;
-  const int64_t token = line;
-  const int64_t id = params.ids_are_64_bit ? static_cast<const int64_t*>(params.ids)[token * params.id_stride]
-                                           : static_cast<const int32_t*>(params.ids)[token * params.id_stride];
-  Octet<T> octet;
-  if (id >= 0 && id < params.vocab) {
-    octet = load_octet<kAligned, true>(static_cast<const T*>(params.table) + id * params.table_stride + begin, count);
-  } else {
+  int64_t id[kOctets];
 #pragma unroll
-    for (int i = 0; i < Octet<T>::kWords; ++i) octet.word[i] = sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu;  // NaN
+  for (int j = 0; j < kOctets; ++j) {
+    const uint32_t index = (blockIdx.x * kOctets + j) * kEmbeddingThreads + threadIdx.x;
+    const int64_t token = index / row_octets;
+    id[j] = -1;
+    if (index < total) {
+      id[j] = params.ids_are_64_bit ? static_cast<const int64_t*>(params.ids)[token * params.id_stride]
+                                    : static_cast<const int32_t*>(params.ids)[token * params.id_stride];
+    }
   }
-  store_octet<kAligned>(static_cast<T*>(params.out) + token * params.out_stride + begin, octet, count);
+  Octet<T> octet[kOctets];
+#pragma unroll
+  for (int j = 0; j < kOctets; ++j) {
+    const uint32_t index = (blockIdx.x * kOctets + j) * kEmbeddingThreads + threadIdx.x;
+    const int begin = static_cast<int>(index % row_octets) * kOctet;
+    if (id[j] >= 0 && id[j] < params.vocab) {
+      octet[j] = load_octet<kAligned, true>(static_cast<const T*>(params.table) + id[j] * params.table_stride + begin,
+                                            params.hidden - begin);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Octet<T>::kWords; ++i) octet[j].word[i] = sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu;  // NaN
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kOctets; ++j) {
+    const uint32_t index = (blockIdx.x * kOctets + j) * kEmbeddingThreads + threadIdx.x;
+    const int64_t token = index / row_octets;
+    const int begin = static_cast<int>(index % row_octets) * kOctet;
+    if (index < total) {
+      store_octet<kAligned>(static_cast<T*>(params.out) + token * params.out_stride + begin, octet[j],
+                            params.hidden - begin);
+    }
+  }
 }
 
-// Every instance there is, as CASE(T, kAligned): the dispatcher below and bindings/elementwise.cu expand it.
+// Every instance there is, as CASE(T, kOctets, kAligned): the dispatcher below and bindings/elementwise.cu expand it.
 #define ASTRAI_EMBEDDING_CASES(CASE, T) \
-  CASE(T, true)                         \
-  CASE(T, false)
+  CASE(T, 1, true)                      \
+  CASE(T, kEmbeddingOctets, true)       \
+  CASE(T, 1, false)
 
 #ifndef __CUDACC_RTC__
 
@@ -51,10 +72,16 @@ cudaError_t launch_embedding(const EmbeddingParams& params, cudaStream_t stream)
   // Counted in 32 bits, with room for the last block's excess. The tokens first: the product must not overflow.
   if (params.tokens > 0x7fffffff || params.tokens * row_octets > 0xffff0000LL) return cudaErrorInvalidValue;
   const int64_t total = params.tokens * row_octets;
-  const dim3 grid(static_cast<unsigned int>((total + kEmbeddingThreads - 1) / kEmbeddingThreads));
-#define ASTRAI_CASE(T_, ALIGNED)                                                                         \
-  if (aligned == ALIGNED) {                                                                              \
-    return launch(embedding_kernel<T_, ALIGNED>, grid, dim3(kEmbeddingThreads), 0, stream, params,       \
+  int multiprocessors = 0;
+  const cudaError_t status = multiprocessor_count(&multiprocessors);
+  if (status != cudaSuccess) return status;
+  const bool many = total >= static_cast<int64_t>(multiprocessors) * 1024 * kEmbeddingOctets;
+  const int octets = aligned && many ? kEmbeddingOctets : 1;
+  const int64_t per_block = static_cast<int64_t>(kEmbeddingThreads) * octets;
+  const dim3 grid(static_cast<unsigned int>((total + per_block - 1) / per_block));
+#define ASTRAI_CASE(T_, OCTETS, ALIGNED)                                                                 \
+  if (octets == OCTETS && aligned == ALIGNED) {                                                          \
+    return launch(embedding_kernel<T_, OCTETS, ALIGNED>, grid, dim3(kEmbeddingThreads), 0, stream, params, \
                   static_cast<uint32_t>(row_octets), static_cast<uint32_t>(total));                      \
   }
   ASTRAI_EMBEDDING_CASES(ASTRAI_CASE, T)

@@ -57,17 +57,11 @@ __global__ void __launch_bounds__(kGatedThreads) gated_kernel(const GatedParams 
   for (int j = 0; j < kOctets; ++j) {
     if (count[j] <= 0) continue;
     float act[kOctet];
-    float factor[kOctet];
     unpack(gate[j], act);
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) act[i] = activate<kKind>(act[i]);
     pack(act, gate[j]);
-    unpack(gate[j], act);
-    unpack(value[j], factor);
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) act[i] = __fmul_rn(act[i], factor[i]);
-    pack(act, gate[j]);
-    store_octet<kAligned>(target[j], gate[j], count[j]);
+    store_octet<kAligned>(target[j], multiply(gate[j], value[j]), count[j]);
   }
 }
 

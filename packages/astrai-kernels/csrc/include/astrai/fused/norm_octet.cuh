@@ -40,22 +40,45 @@ __device__ __forceinline__ Octet<T> add(const Octet<T>& left, const Octet<T>& ri
   return sum;
 }
 
+/// round(left * right). The product of two 16-bit numbers is exact in fp32, so one packed rounding gives fp32's bits; it
+/// saves a third of a norm's instructions. Adding -0 keeps the sign of a zero.
+__device__ __forceinline__ Octet<bfloat16> multiply(const Octet<bfloat16>& left, const Octet<bfloat16>& right) {
+  Octet<bfloat16> product;
+#pragma unroll
+  for (int i = 0; i < Octet<bfloat16>::kWords; ++i) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product.word[i]) : "r"(left.word[i]), "r"(right.word[i]), "r"(0x80008000u));
+  }
+  return product;
+}
+
+__device__ __forceinline__ Octet<float16> multiply(const Octet<float16>& left, const Octet<float16>& right) {
+  Octet<float16> product;
+#pragma unroll
+  for (int i = 0; i < Octet<float16>::kWords; ++i) {
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product.word[i]) : "r"(left.word[i]), "r"(right.word[i]));
+  }
+  return product;
+}
+
+__device__ __forceinline__ Octet<float> multiply(const Octet<float>& left, const Octet<float>& right) {
+  Octet<float> product;
+#pragma unroll
+  for (int i = 0; i < Octet<float>::kWords; ++i) {
+    product.word[i] = __float_as_uint(__fmul_rn(__uint_as_float(left.word[i]), __uint_as_float(right.word[i])));
+  }
+  return product;
+}
+
 /// round(round(octet * scale) * weight)
 template <typename T>
 __device__ __forceinline__ Octet<T> scale_and_weigh(const Octet<T>& octet, float scale, const Octet<T>& weight) {
   float value[kOctet];
-  float factor[kOctet];
   unpack(octet, value);
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) value[i] = __fmul_rn(value[i], scale);
   Octet<T> result;
   pack(value, result);
-  unpack(result, value);
-  unpack(weight, factor);
-#pragma unroll
-  for (int i = 0; i < kOctet; ++i) value[i] = __fmul_rn(value[i], factor[i]);
-  pack(value, result);
-  return result;
+  return multiply(result, weight);
 }
 
 __device__ __forceinline__ float inverse_rms(float total, int hidden, float eps) {

@@ -14,27 +14,11 @@
 #include "astrai/common/types.cuh"
 #include "astrai/fused/norm_octet.cuh"
 #include "astrai/fused/params.h"
+#include "astrai/fused/qkv_octet.cuh"
+#include "astrai/fused/qkv_paired.cuh"
 #include "astrai/rotary/turn.cuh"
 
 namespace astrai {
-
-constexpr int kQkvThreads = 128;
-/// Heads of one token that a team takes when there are enough: they share one read of the tables and of the weights.
-constexpr int kQkvHeads = 4;
-
-/// Largest of `kLanes` neighbouring lanes, on each of them; NaN loses. All 32 lanes of the warp must call it.
-template <int kLanes>
-__device__ __forceinline__ float lanes_max(float value) {
-#pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
-  }
-  return value;
-}
-
-__device__ __forceinline__ int64_t load_index(const void* source, int64_t element, bool is_64_bit) {
-  return is_64_bit ? static_cast<const int64_t*>(source)[element] : static_cast<const int32_t*>(source)[element];
-}
 
 /// What turns one octet of a head: for element i, the cosine and the sine with the sign that turn() wants.
 struct OctetAngles {
@@ -212,25 +196,17 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_kernel(const QkvParams params
       largest = lanes_max<kTeam>(wanted ? largest : 0.0f);
       if (wanted && !is_q && slot >= 0 && slot < params.pool_size) {
         const int row = head - params.n_heads - (is_v ? params.n_kv_heads : 0);
-        const float scale = __fdiv_rn(largest, kE4m3Largest);
-        const float inverse = scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
+        const HeadScale scale = head_scale(largest);
 #pragma unroll
-        for (int i = 0; i < kOctet; ++i) own[i] = __fmul_rn(own[i], inverse);
-        uint8_t* target = static_cast<uint8_t*>(is_v ? params.v_buffer : params.k_buffer) +
-                          slot * (is_v ? params.v_slot_stride : params.k_slot_stride) +
-                          row * (is_v ? params.v_head_stride : params.k_head_stride);
-        store_e4m3<kAligned>(target + begin, own, count);
-        if (rank == 0) {
-          float* scales = is_v ? params.v_scale : params.k_scale;
-          scales[slot * (is_v ? params.v_scale_stride : params.k_scale_stride) + row] = scale;
-        }
+        for (int i = 0; i < kOctet; ++i) own[i] = __fmul_rn(own[i], scale.inverse);
+        uint8_t* pool = static_cast<uint8_t*>(is_v ? params.v_buffer : params.k_buffer);
+        store_e4m3<kAligned>(pool + pool_offset(params, is_v, slot, row) + begin, own, count);
+        if (rank == 0) store_head_scale(params, is_v, slot, row, scale.scale);
       }
     } else if (wanted && !is_q && slot >= 0 && slot < params.pool_size) {
       const int row = head - params.n_heads - (is_v ? params.n_kv_heads : 0);
-      T* target = static_cast<T*>(is_v ? params.v_buffer : params.k_buffer) +
-                  slot * (is_v ? params.v_slot_stride : params.k_slot_stride) +
-                  row * (is_v ? params.v_head_stride : params.k_head_stride);
-      store_octet<kAligned>(target + begin, value[j], count);
+      T* pool = static_cast<T*>(is_v ? params.v_buffer : params.k_buffer);
+      store_octet<kAligned>(pool + pool_offset(params, is_v, slot, row) + begin, value[j], count);
     }
     if (wanted && is_q) {
       T* target = static_cast<T*>(params.q) + token * params.q_token_stride + head * params.q_head_stride;
@@ -278,6 +254,9 @@ cudaError_t launch_qkv(const QkvParams& params, cudaStream_t stream) {
   int multiprocessors = 0;
   const cudaError_t status = multiprocessor_count(&multiprocessors);
   if (status != cudaSuccess) return status;
+  if constexpr (sizeof(T) == 2) {
+    if (aligned && qkv_is_paired(params)) return launch_qkv_paired<T>(params, multiprocessors, stream);
+  }
   const int total = params.n_heads + 2 * params.n_kv_heads;
   // Several heads a team once every multiprocessor has its threads anyway; a small batch needs the teams more.
   const bool many = params.tokens * total * team >= static_cast<int64_t>(multiprocessors) * 2048 * kQkvHeads;

@@ -16,6 +16,7 @@
 #include "astrai/common/types.cuh"
 #include "astrai/fused/norm_octet.cuh"
 #include "astrai/fused/params.h"
+#include "astrai/fused/rms_norm_bulk.cuh"
 
 namespace astrai {
 
@@ -51,6 +52,10 @@ template <typename T, int kTeam, int kOctets, bool kAdd, bool kAligned>
 __global__ void __launch_bounds__(rms_norm_threads(kTeam, kOctets), rms_norm_blocks(kTeam, kOctets, sizeof(T))) rms_norm_kernel(const RmsNormParams params) {
   static_assert(kTeam == 0 || kOctets == 1, "a team within a warp holds one octet per thread");
   __shared__ float scratch[2][32];
+  // Where registers do not hold a long row, its successor and the weight, the weight lies in shared memory: read anew for
+  // each row it would be evicted from L1 by the rows that pass through.
+  constexpr bool kShareWeight = kOctets == 4 && !kAdd && sizeof(T) == 2;
+  __shared__ uint4 shared_weight[kShareWeight ? kOctets : 1][kShareWeight ? rms_norm_threads(kTeam, kOctets) : 1];
   const int team = kTeam ? kTeam : static_cast<int>(blockDim.x);
   const int rank = kTeam ? static_cast<int>(threadIdx.x) % team : static_cast<int>(threadIdx.x);
   const int row_in_block = kTeam ? static_cast<int>(threadIdx.x) / team : 0;
@@ -67,6 +72,17 @@ __global__ void __launch_bounds__(rms_norm_threads(kTeam, kOctets), rms_norm_blo
       const int begin = (j * team + rank) * kOctet;
       if (begin < params.hidden) {
         weight[j] = load_octet<kAligned, true>(weight_source + begin, params.hidden - begin);
+      }
+    }
+  }
+
+  if constexpr (kShareWeight) {
+#pragma unroll
+    for (int j = 0; j < kOctets; ++j) {
+      const int begin = (j * team + rank) * kOctet;
+      // Each thread reads back only what it wrote itself.
+      if (begin < params.hidden) {
+        shared_weight[j][rank] = load_readonly(reinterpret_cast<const uint4*>(weight_source + begin));
       }
     }
   }
@@ -141,6 +157,10 @@ __global__ void __launch_bounds__(rms_norm_threads(kTeam, kOctets), rms_norm_blo
         if (begin < hidden) {
           if constexpr (kHoldWeight) {
             store_octet<kAligned>(out + begin, scale_and_weigh(value[j], scale, weight[j]), hidden - begin);
+          } else if constexpr (kShareWeight) {
+            const uint4 word = shared_weight[j][rank];
+            const Octet<T> factor = {{word.x, word.y, word.z, word.w}};
+            store_octet<kAligned>(out + begin, scale_and_weigh(value[j], scale, factor), kOctet);
           } else {
             const Octet<T> factor = load_octet<kAligned, true>(weight_source + begin, hidden - begin);
             store_octet<kAligned>(out + begin, scale_and_weigh(value[j], scale, factor), hidden - begin);
@@ -223,6 +243,16 @@ cudaError_t launch_rms_norm(const RmsNormParams& params, cudaStream_t stream) {
                        (!kAdd || (rows_are_aligned(params.residual, params, sizeof(T)) &&
                                   rows_are_aligned(params.residual_out, params, sizeof(T))));
   const RmsNormShape shape = rms_norm_shape(params.hidden);
+  if constexpr (sizeof(T) == 2) {
+    const BulkShape bulk = bulk_shape(params.hidden, kAdd);
+    int multiprocessors = 0;
+    const cudaError_t status = multiprocessor_count(&multiprocessors);
+    if (status != cudaSuccess) return status;
+    // Fewer rows need more threads each.
+    if (aligned && bulk.team > 0 && params.rows * bulk.team >= static_cast<int64_t>(multiprocessors) * 384 * bulk.rows) {
+      return launch_rms_norm_bulk<T, kAdd>(params, bulk, stream);
+    }
+  }
   // Unaligned rows take the kernel that reads twice; its tree is the same, since `threads` is.
   const int octets = shape.team == 0 && !aligned ? 0 : shape.octets;
 #define ASTRAI_CASE(T_, TEAM, OCTETS, ADD, ALIGNED)                                                       \

@@ -13,6 +13,8 @@ __device__ __forceinline__ void cluster_barrier() {
 }
 
 /// Load 16 bytes from where `address`, in this block's shared memory, lies in that of block `rank` of the cluster.
+///
+/// Ordered by the barriers alone, so that several loads can be under way at once.
 __device__ __forceinline__ float4 load_cluster(uint32_t address, int rank) {
   float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -20,8 +22,7 @@ __device__ __forceinline__ float4 load_cluster(uint32_t address, int rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(remote)
-               : "memory");
+               : "r"(remote));
 #endif
   return value;
 }

@@ -31,6 +31,11 @@ __device__ __forceinline__ void copy_cached(uint32_t target, const void* source,
                : "memory");
 }
 
+/// Fetch the 128-byte line of `address` into L2.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 /// Wait until all but the `kPending` latest groups of this thread's copies have arrived.
@@ -66,15 +71,17 @@ __device__ __forceinline__ void mma(float (&sum)[4], const uint32_t (&a)[4], uin
 /// Where this lane's matrix rows start in 16 weight rows, for k 0-15 of a step; k 16i .. 16i+15 are at `offset ^ i * 32`.
 __device__ __forceinline__ uint32_t weight_matrices(int lane) { return word_offset(lane % 16, lane / 16); }
 
-/// The same in `rows` (up to 8) rows of x, for k 0-31; k 32-63 are at `offset ^ 64`.
+/// The same in 8-row tile `tile` of `rows` rows of x, for k 0-31; k 32-63 are at `offset ^ 64`.
 ///
 /// Rows that x does not have repeat the last one: their sums are columns of their own, which nobody stores.
-__device__ __forceinline__ uint32_t row_matrices(int lane, int rows) { return word_offset(min(lane % 8, rows - 1), lane / 8); }
+__device__ __forceinline__ uint32_t row_matrices(int lane, int tile, int rows) {
+  return word_offset(min(tile * 8 + lane % 8, rows - 1), lane / 8);
+}
 
 /// Add the products of half a step, 32 k: `early` and `late` are 16 weight rows, `rows` 8 rows of x.
 ///
 /// sum[0..3] are (feature g, row 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1) of lane (g, q) = (lane / 4, lane % 4).
-/// Every kernel adds halves in rising k, each as these two instructions: that is part of the reduction contract.
+/// Every kernel adds 16 k at a time in rising order, with this instruction: that is part of the reduction contract.
 template <typename T>
 __device__ __forceinline__ void add_half(float (&sum)[4], const uint32_t (&early)[4], const uint32_t (&late)[4],
                                          const uint32_t (&rows)[4]) {
@@ -169,12 +176,19 @@ __device__ __forceinline__ Quad load_residual(const LinearParams& params, int ro
   return load_quad<false>(source, params.features - feature, params.quads_aligned);
 }
 
+/// The bias of four outputs, likewise.
+__device__ __forceinline__ Quad load_bias(const LinearParams& params, int feature) {
+  if (params.bias == nullptr) return Quad{{0u, 0u}};
+  const uint16_t* source = static_cast<const uint16_t*>(params.bias) + feature;
+  return load_quad<true>(source, params.features - feature, params.quads_aligned);
+}
+
 /// Finish and store outputs `feature` .. `feature + 3` of a row (those that exist): `sum` are the dot products, or the
 /// gates, and `up` then the other half. One rounding; with a residual a second one, of the rounded output plus it.
 template <typename T>
 __device__ __forceinline__ void store_outputs(const LinearParams& params, int row, int feature,
                                               float (&sum)[kLinearQuad], const float (&up)[kLinearQuad],
-                                              const Quad& residual) {
+                                              const Quad& bias, const Quad& residual) {
   const int count = params.features - feature;
   if (params.swiglu) {
 #pragma unroll
@@ -183,11 +197,10 @@ __device__ __forceinline__ void store_outputs(const LinearParams& params, int ro
     }
   }
   if (params.bias != nullptr) {
-    float bias[kLinearQuad];
-    const uint16_t* source = static_cast<const uint16_t*>(params.bias) + feature;
-    unpack(load_quad<true>(source, count, params.quads_aligned), bias, T());
+    float value[kLinearQuad];
+    unpack(bias, value, T());
 #pragma unroll
-    for (int i = 0; i < kLinearQuad; ++i) sum[i] = __fadd_rn(sum[i], bias[i]);
+    for (int i = 0; i < kLinearQuad; ++i) sum[i] = __fadd_rn(sum[i], value[i]);
   }
   Quad result = pack(sum, T());
   if (params.residual != nullptr) {

@@ -1,7 +1,7 @@
 // linear: out = x @ weight^T and an epilogue, for 1 to 128 rows of 16-bit types, fp32 accumulation.
 //
 // Reduction contract: an output is the sum, from left to right, of `slices` partial sums; a partial sum runs over its
-// slice of K in rising chunks of 32 k, two mma.m16n8k16 each. `slices` and their bounds follow from the weight's shape
+// slice of K in rising chunks of 16 k, one mma.m16n8k16 each. `slices` and their bounds follow from the weight's shape
 // alone (linear_slices), so that a row's bits depend on that row and the weight, whatever kernel the number of rows picks.
 #pragma once
 
@@ -9,41 +9,47 @@
 #include "astrai/linear/narrow.cuh"
 #include "astrai/linear/wide.cuh"
 
-// Every instance there is, most wanted first: the dispatcher takes the first whose rows and shared memory suffice.
-// CASE(T, kTiles, kWarps, kStages, kNorm); two tiles are for swiglu. The 2-stage ones are for multiprocessors with 99 KB.
+// Every instance there is, most wanted first: the dispatcher takes the first that may have the rows, whose conditions
+// hold, and whose shared memory the device has.
+//
+// CASE(T, kTiles, kRowTiles, kWarps, kStages, kNorm, most slice steps, least slices); see narrow_suits. Where a warp has
+// few steps, a shorter queue leaves room for more kernels.
 #define ASTRAI_LINEAR_NARROW_CASES(CASE, T) \
-  CASE(T, 1, 8, 4, false)                   \
-  CASE(T, 1, 8, 2, false)                   \
-  CASE(T, 2, 8, 3, false)                   \
-  CASE(T, 2, 8, 2, false)                   \
-  CASE(T, 1, 8, 4, true)                    \
-  CASE(T, 1, 8, 2, true)                    \
-  CASE(T, 2, 8, 3, true)                    \
-  CASE(T, 2, 8, 2, true)
+  CASE(T, 1, 1, 8, 3, false, 3, 1)          \
+  CASE(T, 1, 1, 8, 4, false, kAnySteps, 1)  \
+  CASE(T, 1, 1, 8, 2, false, kAnySteps, 1)  \
+  CASE(T, 1, 1, 8, 4, true, kAnySteps, 1)   \
+  CASE(T, 1, 1, 8, 2, true, kAnySteps, 1)   \
+  CASE(T, 1, 2, 8, 3, false, kAnySteps, 2)  \
+  CASE(T, 1, 4, 8, 2, false, kAnySteps, 8)
 
-// CASE(T, kRowTiles, kWarpsDown, kWarpsAcross, kTiles, kStages, blocks a multiprocessor)
-#define ASTRAI_LINEAR_WIDE_CASES(CASE, T) \
-  CASE(T, 2, 4, 1, 1, 6, 3)               \
-  CASE(T, 4, 4, 1, 1, 6, 2)               \
-  CASE(T, 8, 4, 2, 1, 5, 2)               \
-  CASE(T, 16, 4, 2, 2, 4, 1)              \
-  CASE(T, 16, 4, 2, 1, 2, 1)
+// CASE(T, kRowTiles, kWarpsDown, kWarpsAcross, kTiles, kStages, kSumRows, kGroups, blocks a multiprocessor, least tiles)
+#define ASTRAI_LINEAR_WIDE_CASES(CASE, T)         \
+  CASE(T, 2, 4, 1, 1, 6, 16, false, 3, 1)         \
+  CASE(T, 4, 4, 1, 1, 6, 32, false, 2, 1)         \
+  CASE(T, 8, 4, 2, 2, 6, 64, false, 1, 96)        \
+  CASE(T, 8, 4, 2, 1, 4, 64, false, 2, 1)         \
+  CASE(T, 16, 4, 2, 4, 4, 16, false, 1, 200)      \
+  CASE(T, 16, 4, 2, 2, 5, 32, false, 1, 96)       \
+  CASE(T, 16, 4, 2, 1, 3, 128, false, 2, 1)       \
+  CASE(T, 16, 4, 2, 1, 2, 128, false, 1, 1)
 
 #ifndef __CUDACC_RTC__
 
 namespace astrai {
 
 constexpr int kLinearMostNormBytes = 65536;  // of x, where it is normalised first: each block keeps all of it
+constexpr int kAnySteps = 1 << 30;
 
 /// Parts that K is cut into. A function of the weight's shape alone: it fixes the order of additions.
 ///
-/// The narrow kernel gives each slice of each 16 output features to a warp: as many slices as make 800 warps or more,
-/// which is what keeps enough loads in flight on 132 multiprocessors. No slice is empty.
-inline int linear_slices(int features, int depth) {
-  const int64_t tiles = (static_cast<int64_t>(features) + 15) / 16;
+/// The narrow kernel gives each slice of each 16 rows of the weight to a warp: as many slices as make 768 warps or more
+/// (six for each of 128 multiprocessors), which is what keeps enough loads in flight. No slice is empty.
+inline int linear_slices(int weight_rows, int depth) {
+  const int64_t tiles = (static_cast<int64_t>(weight_rows) + 15) / 16;
   const int64_t steps = (static_cast<int64_t>(depth) + kLinearStep - 1) / kLinearStep;
   int slices = 1;
-  for (int more = 2; more <= kLinearMostSlices && tiles * slices < 800; more *= 2) {
+  for (int more = 2; more <= kLinearMostSlices && tiles * slices < 768; more *= 2) {
     const int64_t slice_steps = (steps + more - 1) / more;
     if (slice_steps * (more - 1) >= steps) break;
     slices = more;
@@ -72,9 +78,11 @@ inline cudaError_t linear_device(LinearDevice* found) {
 /// Fill what follows from the other parameters.
 inline void derive(LinearParams& params) {
   const int steps = (params.depth + kLinearStep - 1) / kLinearStep;
-  params.slices = linear_slices(params.features, params.depth);
+  params.slices = linear_slices(params.swiglu ? 2 * params.features : params.features, params.depth);
   params.slice_steps = (steps + params.slices - 1) / params.slices;
   params.cluster = 1;
+  params.prefetch_steps = 4;
+  params.release_early = true;
   params.quads_aligned = is_aligned(params.out, 8) && params.out_stride % kLinearQuad == 0 &&
                          is_aligned(params.bias, 8) && is_aligned(params.residual, 8) &&
                          (params.residual == nullptr || params.residual_stride % kLinearQuad == 0);
@@ -82,39 +90,62 @@ inline void derive(LinearParams& params) {
   params.norm_threads = shape.team ? 32 : shape.threads;  // idle lanes add zeros to the tree of a team
 }
 
-template <int kTiles, int kWarps, int kStages>
-int narrow_shared_bytes(const LinearParams& params) {
-  const NarrowLayout layout = narrow_layout<kTiles>(params.rows, params.depth, params.norm_weight != nullptr);
-  return kWarps * (kStages * layout.stage + 2 * layout.merge) + layout.normed;
+/// Tiles of `width` weight rows.
+inline int linear_tiles(const LinearParams& params, int width) {
+  const int outputs = params.swiglu ? width / 2 : width;
+  return (params.features + outputs - 1) / outputs;
+}
+
+/// `is_single`: there are as many blocks as they have work to share out.
+template <int kTiles, int kRowTiles, int kWarps, int kStages>
+int narrow_shared_bytes(const LinearParams& params, bool is_single) {
+  const NarrowLayout layout = narrow_layout<kTiles, kRowTiles>(params.rows, params.depth, params.norm_weight != nullptr);
+  const int merges = is_single ? 0 : narrow_merges(kRowTiles);
+  return kWarps * (kStages * layout.stage + merges * layout.merge) + layout.normed;
 }
 
 /// `per_multiprocessor`: most blocks for each; they share the tiles out among themselves.
-template <typename T, int kTiles, int kWarps, int kStages, bool kNorm>
+template <typename T, int kTiles, int kRowTiles, int kWarps, int kStages, bool kNorm>
 cudaError_t launch_linear_narrow(const LinearParams& params, const LinearDevice& device, int per_multiprocessor,
                                  cudaStream_t stream) {
-  const auto kernel = linear_narrow_kernel<T, kTiles, kWarps, kStages, kNorm>;
-  const int bytes = narrow_shared_bytes<kTiles, kWarps, kStages>(params);
+  const auto kernel = linear_narrow_kernel<T, kTiles, kRowTiles, kWarps, kStages, kNorm>;
+  const int groups = kWarps / params.slices;
+  const int units = (linear_tiles(params, 16 * kTiles) + groups - 1) / groups;
+  const int most = device.multiprocessors * per_multiprocessor;
+  const int bytes = narrow_shared_bytes<kTiles, kRowTiles, kWarps, kStages>(params, units <= most);
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
-  const int outputs = (params.swiglu ? 8 : 16) * kTiles * (kWarps / params.slices);
-  const int units = (params.features + outputs - 1) / outputs;
-  const int most = device.multiprocessors * per_multiprocessor;
   const dim3 grid(static_cast<unsigned int>(units < most ? units : most));
   return launch(kernel, grid, dim3(kWarps * 32), static_cast<std::size_t>(bytes), stream, params);
 }
 
-/// `in_clusters`: slices become blocks of a cluster, where the device has them.
-template <typename T, int kRowTiles, int kWarpsDown, int kWarpsAcross, int kTiles, int kStages>
+/// Blocks that share a tile's slices: as many as give a multiprocessor one and a half blocks or fewer.
+///
+/// `most` limits them; where their shared memory does not suffice for the slices of each, there are more after all.
+template <typename Shape>
+int wide_cluster(const LinearParams& params, const LinearDevice& device, int most) {
+  if (device.major < 9) return 1;
+  const int tiles = linear_tiles(params, Shape::kWidth);
+  int cluster = 1;
+  while (cluster < params.slices &&
+         ((2 * cluster <= most && 4 * cluster * tiles <= 3 * device.multiprocessors) ||
+          Shape::shared_bytes(params.slices, cluster) > device.shared_bytes - 2048)) {
+    cluster *= 2;
+  }
+  return cluster;
+}
+
+/// `most_blocks`: of a cluster, where the device has them.
+template <typename T, int kRowTiles, int kWarpsDown, int kWarpsAcross, int kTiles, int kStages, int kSumRows, bool kGroups>
 cudaError_t launch_linear_wide(LinearParams params, const LinearDevice& device, int per_multiprocessor,
-                               bool in_clusters, cudaStream_t stream) {
-  using Shape = WideShape<kRowTiles, kWarpsDown, kWarpsAcross, kTiles, kStages>;
-  const auto kernel = linear_wide_kernel<T, kRowTiles, kWarpsDown, kWarpsAcross, kTiles, kStages>;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
+                               int most_blocks, cudaStream_t stream) {
+  using Shape = WideShape<kRowTiles, kWarpsDown, kWarpsAcross, kTiles, kStages, kSumRows>;
+  const auto kernel = linear_wide_kernel<T, kRowTiles, kWarpsDown, kWarpsAcross, kTiles, kStages, kSumRows, kGroups>;
+  params.cluster = wide_cluster<Shape>(params, device, most_blocks);
+  const int bytes = Shape::shared_bytes(params.slices, params.cluster);
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
-  params.cluster = in_clusters && device.major >= 9 ? params.slices : 1;
-  const int outputs = params.swiglu ? Shape::kWidth / 2 : Shape::kWidth;
-  const int tiles = (params.features + outputs - 1) / outputs;
+  const int tiles = linear_tiles(params, Shape::kWidth);
   const int most = device.multiprocessors * per_multiprocessor / params.cluster;
   const int clusters = most < 1 ? 1 : tiles < most ? tiles : most;
 
@@ -133,11 +164,24 @@ cudaError_t launch_linear_wide(LinearParams params, const LinearDevice& device, 
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned int>(clusters * params.cluster));
   config.blockDim = dim3(Shape::kThreads);
-  config.dynamicSmemBytes = Shape::kSharedBytes;
+  config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = static_cast<unsigned int>(count);
   return cudaLaunchKernelEx(&config, kernel, static_cast<const LinearParams>(params));
+}
+
+/// An instance can run these parameters. A block's static shared memory and what the system reserves count too.
+template <int kTiles, int kRowTiles, int kWarps, int kStages, bool kNorm>
+bool narrow_suits(const LinearParams& params, const LinearDevice& device) {
+  return params.rows <= 8 * kRowTiles && kNorm == (params.norm_weight != nullptr) && params.slices <= kWarps &&
+         narrow_shared_bytes<kTiles, kRowTiles, kWarps, kStages>(params, false) <= device.shared_bytes - 2048;
+}
+
+template <typename Shape>
+bool wide_suits(const LinearParams& params, const LinearDevice& device) {
+  return params.rows <= Shape::kRows && params.norm_weight == nullptr && (!Shape::kOneSlice || params.slices == 1) &&
+         Shape::shared_bytes(params.slices, wide_cluster<Shape>(params, device, 1)) <= device.shared_bytes - 2048;
 }
 
 template <typename T>
@@ -145,21 +189,18 @@ cudaError_t launch_linear(const LinearParams& params, cudaStream_t stream) {
   LinearDevice device = {};
   const cudaError_t status = linear_device(&device);
   if (status != cudaSuccess) return status;
-  const int tiles = params.swiglu ? 2 : 1;
-  const bool with_norm = params.norm_weight != nullptr;
-  // A block's static shared memory and what the system reserves count too.
-  const int shared_bytes = device.shared_bytes - 2048;
-#define ASTRAI_CASE(T_, TILES, WARPS, STAGES, NORM)                                                  \
-  if (params.rows <= kNarrowRows && tiles == TILES && with_norm == NORM &&                           \
-      narrow_shared_bytes<TILES, WARPS, STAGES>(params) <= shared_bytes) {                           \
-    return launch_linear_narrow<T_, TILES, WARPS, STAGES, NORM>(params, device, 2, stream);          \
+#define ASTRAI_CASE(T_, TILES, ROW_TILES, WARPS, STAGES, NORM, MOST_STEPS, LEAST_SLICES)                   \
+  if (params.slice_steps <= MOST_STEPS && (params.rows <= 8 || params.slices >= LEAST_SLICES) &&           \
+      narrow_suits<TILES, ROW_TILES, WARPS, STAGES, NORM>(params, device)) {                               \
+    return launch_linear_narrow<T_, TILES, ROW_TILES, WARPS, STAGES, NORM>(params, device, 2, stream);     \
   }
   ASTRAI_LINEAR_NARROW_CASES(ASTRAI_CASE, T)
 #undef ASTRAI_CASE
-  if (with_norm) return cudaErrorInvalidValue;
-#define ASTRAI_CASE(T_, ROW_TILES, DOWN, ACROSS, TILES, STAGES, BLOCKS)                                           \
-  if (params.rows <= 8 * ROW_TILES && WideShape<ROW_TILES, DOWN, ACROSS, TILES, STAGES>::kSharedBytes <= shared_bytes) { \
-    return launch_linear_wide<T_, ROW_TILES, DOWN, ACROSS, TILES, STAGES>(params, device, BLOCKS, true, stream);  \
+#define ASTRAI_CASE(T_, ROW_TILES, DOWN, ACROSS, TILES, STAGES, SUM_ROWS, GROUPS, BLOCKS, LEAST_TILES)     \
+  if (linear_tiles(params, 16 * TILES * DOWN) >= LEAST_TILES &&                                            \
+      wide_suits<WideShape<ROW_TILES, DOWN, ACROSS, TILES, STAGES, SUM_ROWS>>(params, device)) {           \
+    return launch_linear_wide<T_, ROW_TILES, DOWN, ACROSS, TILES, STAGES, SUM_ROWS, GROUPS>(               \
+        params, device, BLOCKS, kLinearMostSlices, stream);                                                \
   }
   ASTRAI_LINEAR_WIDE_CASES(ASTRAI_CASE, T)
 #undef ASTRAI_CASE

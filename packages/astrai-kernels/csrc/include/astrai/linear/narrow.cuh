@@ -1,10 +1,11 @@
-// linear for 1 to 8 rows: a kernel that streams the weight and does little else.
+// linear for few rows: a kernel that streams the weight and does little else.
 //
 // A warp takes one slice of K for 16 * kTiles weight rows. Its queue of kStages stages in shared memory is its own, so it
 // needs no block-wide barrier, holds more loads in flight than registers could, and runs on across output tiles. The
 // warps of a tile merge their sums in the order of the slices.
 //
-// The weight's first stages are requested before pdl_wait(), under the tail of the kernel before.
+// The weight's first stages are requested before pdl_wait(), under the kernel before; a kernel therefore leaves room on
+// its multiprocessors for a block of the next one.
 #pragma once
 
 #include "astrai/common/pdl.cuh"
@@ -13,13 +14,13 @@
 
 namespace astrai {
 
-constexpr int kNarrowRows = 8;
+constexpr int kNormRows = 8;  // most rows that are normalised first
 
 /// Where a lane is in its sequence of stages: output tile by output tile, each from the start of the slice to its end.
 template <int kTiles>
 struct NarrowCursor {
   const char* weight[2 * kTiles];  // this lane's next bytes of its weight rows
-  const char* x;                   // and of its row of x
+  const char* x;                   // and of its first row of x
   int left;                        // k from there to the end of the row
   int steps;                       // left of the slice
   int unit;
@@ -33,11 +34,15 @@ struct NarrowLayout {
   int normed;
 };
 
-template <int kTiles>
+/// Copies of the sums' memory: with two, one barrier a tile is enough.
+__host__ __device__ constexpr int narrow_merges(int row_tiles) { return row_tiles == 1 ? 2 : 1; }
+
+template <int kTiles, int kRowTiles>
 __host__ __device__ constexpr NarrowLayout narrow_layout(int rows, int depth, bool with_norm) {
   const int row_bytes = rows * kStepBytes;
   const int steps = (depth + kLinearStep - 1) / kLinearStep;
-  return {16 * kTiles * kStepBytes + (with_norm ? 0 : row_bytes), kNarrowRows * (16 * kTiles + 4) * 4, with_norm ? steps * row_bytes : 0};
+  return {16 * kTiles * kStepBytes + (with_norm ? 0 : row_bytes), 8 * kRowTiles * (16 * kTiles + 4) * 4,
+          with_norm ? steps * row_bytes : 0};
 }
 
 /// Add the sums of all slices, `stride` floats apart, in their order; four are fetched before the first is added.
@@ -60,7 +65,7 @@ __device__ __forceinline__ void add_slices(float (&total)[kLinearQuad], const fl
 /// RMS-normalise all rows of x into `normed`, step by step, with rms_norm's own tree and roundings.
 template <typename T, int kWarps>
 __device__ __forceinline__ void normalise_rows(const LinearParams& params, char* normed) {
-  __shared__ float squares[kNarrowRows][32];
+  __shared__ float squares[kNormRows][32];
   const int lane = threadIdx.x % 32;
   const int octets = params.depth / kOctet;
   const int warps = (params.norm_threads + 31) / 32;
@@ -95,12 +100,17 @@ __device__ __forceinline__ void normalise_rows(const LinearParams& params, char*
   __syncthreads();
 }
 
-/// kTiles: 16-row tiles of the weight a warp has at a time; with swiglu 2, gate and up. kWarps: a multiple of `slices`.
-template <typename T, int kTiles, int kWarps, int kStages, bool kNorm>
-__global__ void __launch_bounds__(kWarps * 32, kWarps > 8 ? 1 : 2) linear_narrow_kernel(const LinearParams params) {
+/// kTiles: 16-row tiles of the weight a warp has at a time. kRowTiles: 8-row tiles of x. kWarps: a multiple of `slices`.
+template <typename T, int kTiles, int kRowTiles, int kWarps, int kStages, bool kNorm>
+__global__ void __launch_bounds__(kWarps * 32, kTiles * kRowTiles > 4 ? 1 : 2)
+    linear_narrow_kernel(const LinearParams params) {
+  static_assert(!kNorm || 8 * kRowTiles == kNormRows, "normalised rows are one tile");
   extern __shared__ uint4 pool[];
   constexpr int kWidth = 16 * kTiles;
   constexpr int kPitch = kWidth + 4;  // floats; makes both the scattered stores and the vector loads free of conflicts
+  constexpr int kItems = kTiles * kRowTiles;  // output quads of a lane, at most
+  constexpr int kMerges = narrow_merges(kRowTiles);
+  constexpr int kSums = 8 * kRowTiles * kPitch;  // floats of one warp
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int slice = warp % params.slices;
@@ -113,23 +123,30 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps > 8 ? 1 : 2) linear_narrow
   const int steps = min(params.slice_steps, all_steps - slice * params.slice_steps);
   const int begin = slice * params.slice_steps * kLinearStep + lane % 4 * kOctet;  // this lane's first k
 
-  const NarrowLayout layout = narrow_layout<kTiles>(params.rows, params.depth, kNorm);
-  constexpr int kWeightBytes = 16 * kTiles * kStepBytes;
+  const NarrowLayout layout = narrow_layout<kTiles, kRowTiles>(params.rows, params.depth, kNorm);
+  constexpr int kWeightBytes = kWidth * kStepBytes;
   const int queue_bytes = layout.stage * kStages;
   const int step_bytes = params.rows * kStepBytes;  // of x
   const uint32_t queue = shared_address(pool) + warp * queue_bytes;
   char* const after_queues = reinterpret_cast<char*>(pool) + kWarps * queue_bytes;
-  float* const merge = reinterpret_cast<float*>(after_queues);  // [parity][group][slice][row][kPitch]
-  char* const normed = after_queues + 2 * kWarps * layout.merge;
+  // [kMerges][group][slice][row][kPitch]; where each warp has one tile, over the stages that it has read.
+  const bool is_single = units <= static_cast<int>(gridDim.x);
+  static_assert(kStages * kWeightBytes >= kSums * 4, "a queue has room for its warp's sums");
+  float* const merge = reinterpret_cast<float*>(is_single ? reinterpret_cast<char*>(pool) : after_queues);
+  const int sums_pitch = is_single ? queue_bytes / 4 : kSums;  // floats from a warp's sums to the next warp's
+  char* const normed = after_queues + (is_single ? 0 : kMerges * kWarps * layout.merge);
   const uint32_t normed_slice = shared_address(normed) + slice * params.slice_steps * step_bytes;
   // A lane copies words lane % 4 and lane % 4 + 4 of every eighth row, from row lane / 4 on.
   const uint32_t near_word = word_offset(lane / 4, lane % 4);
   const uint32_t far_word = word_offset(lane / 4, lane % 4 + 4);
   const uint32_t weight_offset = weight_matrices(lane);
-  const uint32_t row_offset = row_matrices(lane, params.rows);
+  uint32_t row_offset[kRowTiles];
+#pragma unroll
+  for (int n = 0; n < kRowTiles; ++n) row_offset[n] = row_matrices(lane, n, params.rows);
   const bool has_row = lane / 4 < params.rows;
   const char* const x = static_cast<const char*>(params.x) +
                         ((has_row ? lane / 4 * params.x_stride : 0) + begin) * static_cast<int>(sizeof(T));
+  const int64_t x_skip = 8 * params.x_stride * static_cast<int>(sizeof(T));
 
   using Cursor = NarrowCursor<kTiles>;
   const auto enter_unit = [&](Cursor& at) {
@@ -162,12 +179,17 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps > 8 ? 1 : 2) linear_narrow
       copy_streamed(stage + far_word + i * 8 * kStepBytes, at.weight[i] + 64, at.left > 32);
     }
   };
-  const auto fetch_rows = [&](const Cursor& at, uint32_t stage) {
-    if (!at.live || !has_row) return;
-    copy_cached(stage + kWeightBytes + near_word, at.x, at.left > 0);
-    copy_cached(stage + kWeightBytes + far_word, at.x + 64, at.left > 32);
+  // `source`: this lane's words in its first row, `left` k from the end.
+  const auto fetch_rows = [&](const char* source, int left, uint32_t stage) {
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) {
+      if (lane / 4 + n * 8 >= params.rows) break;
+      copy_cached(stage + kWeightBytes + near_word + n * 8 * kStepBytes, source + n * x_skip, left > 0);
+      copy_cached(stage + kWeightBytes + far_word + n * 8 * kStepBytes, source + n * x_skip + 64, left > 32);
+    }
   };
 
+  if (params.release_early) pdl_release();
   Cursor ahead;
   ahead.unit = static_cast<int>(blockIdx.x);
   enter_unit(ahead);
@@ -178,98 +200,139 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps > 8 ? 1 : 2) linear_narrow
     commit_copies();
     advance(ahead);
   }
+  // What the queue has no room for, a line of 128 bytes a lane: DRAM would idle while the kernel before ends.
+  if (rows_ahead.live) {
+    const int last = min(steps, kStages + params.prefetch_steps);
+    for (int item = lane; item < (last - kStages) * kWidth; item += 32) {
+      const int64_t row = weight_row(params, rows_ahead.unit * groups + group, kWidth, item % kWidth);
+      const int k = (slice * params.slice_steps + kStages + item / kWidth) * kLinearStep;
+      prefetch_line(static_cast<const T*>(params.weight) + row * params.weight_stride + k);
+    }
+  }
   pdl_wait();
-  pdl_release();
+  if (!params.release_early) pdl_release();
   if constexpr (kNorm) {
     normalise_rows<T, kWarps>(params, normed);
   } else {
-#pragma unroll 1
+#pragma unroll
     for (int i = 0; i < kStages; ++i) {
-      fetch_rows(rows_ahead, queue + i * layout.stage);
+      if (steps >= kStages) {
+        const int left = params.depth - begin - i * kLinearStep;
+        if (rows_ahead.live) fetch_rows(x + i * kStepBytes, left, queue + i * layout.stage);
+      } else {
+        if (rows_ahead.live) fetch_rows(rows_ahead.x, rows_ahead.left, queue + i * layout.stage);
+        advance(rows_ahead);
+      }
       commit_copies();
-      advance(rows_ahead);
     }
   }
 
   int slot = 0;
   int parity = 0;
   for (int unit = static_cast<int>(blockIdx.x); unit < units; unit += static_cast<int>(gridDim.x)) {
-    // Output quads of the group's tile, spread over its warps: at most kTiles a lane.
+    // Output quads of the group's tile, spread over its warps.
     const int tile = unit * groups + group;
     const int quads = outputs / kLinearQuad;
-    Quad residual[kTiles];
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
+    constexpr int kAhead = kItems <= 2 ? kItems : 0;  // fetched before they are needed, where registers suffice
+    Quad residual[kItems];
+    Quad bias[kItems];
+    const auto fetch_addends = [&](int j) {
       const int item = (j * params.slices + slice) * 32 + lane;
       const int row = item / quads;
       const int feature = tile * outputs + item % quads * kLinearQuad;
-      residual[j] = row < params.rows && feature < params.features ? load_residual(params, row, feature)
-                                                                   : Quad{{0u, 0u}};
-    }
+      const bool wanted = row < params.rows && feature < params.features;
+      residual[j] = wanted ? load_residual(params, row, feature) : Quad{{0u, 0u}};
+      bias[j] = wanted ? load_bias(params, feature) : Quad{{0u, 0u}};
+    };
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) fetch_addends(j);
 
-    float sum[kTiles][4] = {};
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      await_copies<kStages - 1>();
-      __syncwarp();  // now the copies of all its lanes have arrived
-      const uint32_t stage = queue + slot;
+    float sum[kTiles][kRowTiles][4] = {};
+    const auto multiply = [&](uint32_t stage, int step) {
       const uint32_t rows_of_step = kNorm ? normed_slice + step * step_bytes : stage + kWeightBytes;
-      uint32_t weights[kTiles][4][4];
-      uint32_t rows[2][4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        uint32_t early[kTiles][4];
+        uint32_t late[kTiles][4];
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
           const uint32_t tile_rows = stage + t * 16 * kStepBytes;
-          load_matrices(weights[t][2 * half], tile_rows + (weight_offset ^ 64 * half));
-          load_matrices(weights[t][2 * half + 1], tile_rows + (weight_offset ^ (64 * half + 32)));
+          load_matrices(early[t], tile_rows + (weight_offset ^ 64 * half));
+          load_matrices(late[t], tile_rows + (weight_offset ^ (64 * half + 32)));
         }
-        load_matrices(rows[half], rows_of_step + (row_offset ^ 64 * half));
-      }
+        uint32_t rows[kRowTiles][4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+        for (int n = 0; n < kRowTiles; ++n) load_matrices(rows[n], rows_of_step + (row_offset[n] ^ 64 * half));
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          add_half<T>(sum[t], weights[t][2 * half], weights[t][2 * half + 1], rows[half]);
+        for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) add_half<T>(sum[t][n], early[t], late[t], rows[n]);
         }
       }
-      __syncwarp();  // the stage has been read: the copies may overwrite it
-      fetch_weights(ahead, stage);
-      if constexpr (!kNorm) fetch_rows(ahead, stage);
-      commit_copies();
-      advance(ahead);
-      slot = slot + layout.stage == queue_bytes ? 0 : slot + layout.stage;
+    };
+    if (steps == kStages && is_single) {
+      // The queue holds all that this warp does: nothing to refill, and loads overlap products.
+      await_copies<0>();
+      __syncwarp();
+#pragma unroll
+      for (int step = 0; step < kStages; ++step) multiply(queue + step * layout.stage, step);
+      __syncwarp();  // the stages have been read: the sums may overwrite them
+    } else {
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
+        await_copies<kStages - 1>();
+        __syncwarp();  // now the copies of all its lanes have arrived
+        const uint32_t stage = queue + slot;
+        multiply(stage, step);
+        __syncwarp();  // the stage has been read: the copies may overwrite it
+        fetch_weights(ahead, stage);
+        if constexpr (!kNorm) {
+          if (ahead.live) fetch_rows(ahead.x, ahead.left, stage);
+        }
+        commit_copies();
+        advance(ahead);
+        slot = slot + layout.stage == queue_bytes ? 0 : slot + layout.stage;
+      }
     }
 
-    float* sums = merge + (parity * kWarps + group * params.slices) * kNarrowRows * kPitch;
+    const auto barrier = [&] {
+      if (params.slices == 1) {
+        __syncwarp();
+      } else {
+        __syncthreads();
+      }
+    };
+    // With two merges nobody writes these sums again before the next tile's barrier, after they were read.
+    if (kMerges == 1 && unit != static_cast<int>(blockIdx.x)) barrier();
+    float* sums = merge + (parity * kWarps + group * params.slices) * sums_pitch;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sums[(slice * kNarrowRows + lane % 4 * 2 + i % 2) * kPitch + t * 16 + i / 2 * 8 + lane / 4] = sum[t][i];
+      for (int n = 0; n < kRowTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = n * 8 + lane % 4 * 2 + i % 2;
+          sums[slice * sums_pitch + row * kPitch + t * 16 + i / 2 * 8 + lane / 4] = sum[t][n][i];
+        }
       }
     }
-    if (params.slices == 1) {
-      __syncwarp();
-    } else {
-      // One barrier a tile: nobody writes these sums again before the next tile's barrier, after they were read.
-      __syncthreads();
-    }
+    barrier();
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
+    for (int j = 0; j < kItems; ++j) {
       const int item = (j * params.slices + slice) * 32 + lane;
       const int row = item / quads;
       const int feature = tile * outputs + item % quads * kLinearQuad;
+      if (j >= kAhead) fetch_addends(j);
       if (row < params.rows && feature < params.features) {
         const float* source = sums + row * kPitch + item % quads * kLinearQuad;
         float total[kLinearQuad] = {};
         float up[kLinearQuad] = {};
-        add_slices(total, source, kNarrowRows * kPitch, params.slices);
-        if (params.swiglu) add_slices(up, source + kWidth / 2, kNarrowRows * kPitch, params.slices);
-        store_outputs<T>(params, row, feature, total, up, residual[j]);
+        add_slices(total, source, sums_pitch, params.slices);
+        if (params.swiglu) add_slices(up, source + kWidth / 2, sums_pitch, params.slices);
+        store_outputs<T>(params, row, feature, total, up, bias[j], residual[j]);
       }
     }
-    parity ^= 1;
+    parity = (parity + 1) % kMerges;
   }
 }
 

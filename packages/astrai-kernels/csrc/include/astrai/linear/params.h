@@ -20,7 +20,7 @@ struct LinearParams {
   int64_t residual_stride;
   void* out;
   int64_t out_stride;
-  const void* norm_weight;  // [depth] or null: x is RMS-normalised first (narrow kernel only)
+  const void* norm_weight;  // [depth] or null: x is RMS-normalised first (narrow kernel only, up to 8 rows)
   float norm_eps;
   int rows;
   int features;
@@ -31,8 +31,10 @@ struct LinearParams {
   bool quads_aligned;  // every fourth element of bias, residual and out starts at an 8-byte boundary
   int slices;          // parts that K is cut into: 1, 2, 4 or 8
   int slice_steps;     // steps of 64 k in each but the last
-  int cluster;         // wide kernel: blocks of a cluster, 1 or `slices`
+  int cluster;         // wide kernel: blocks of a cluster, a divisor of `slices`
   int norm_threads;    // threads over which rms_norm spreads a row of `depth`
+  int prefetch_steps;  // narrow kernel: steps after its queue that each warp fetches into L2 before it waits
+  bool release_early;  // let the next kernel start before this one waits; see common/pdl.cuh
 };
 
 }  // namespace astrai

@@ -1,20 +1,22 @@
-// linear for 9 to 128 rows: a block multiplies a tile of the weight with all rows of x.
+// linear for more rows: a block multiplies a tile of the weight with all rows of x.
 //
-// Weight and x stream through a queue of kStages stages in shared memory. The slices of K
-// are the blocks of a cluster, which merge through distributed shared memory; where there are no clusters (before
-// compute capability 9.0) or they do not pay, one block takes its slices one after the other. Either way a sum is that
-// of the narrow kernel, bit by bit: same instructions, same slices, merged in the same order.
+// Weight and x stream through a queue of kStages stages in shared memory. The slices of K are spread over the blocks of
+// a cluster, each with one or more consecutive slices, which merge through distributed shared memory; a block by itself
+// (always before compute capability 9.0) adds them up one after the other. Either way a sum is that of the narrow
+// kernel, bit by bit: same instructions, same slices, merged in the same order.
 #pragma once
 
 #include "astrai/common/pdl.cuh"
 #include "astrai/linear/cluster.cuh"
 #include "astrai/linear/fragments.cuh"
+#include "astrai/linear/wgmma.cuh"
 
 namespace astrai {
 
 /// kRowTiles: tiles of 8 rows, all of x. kWarpsDown x kWarpsAcross: warps over the tile's weight rows and over x's rows.
-/// kTiles: 16-row tiles of the weight that a warp has.
-template <int kRowTiles, int kWarpsDown, int kWarpsAcross, int kTiles, int kStages>
+/// kTiles: 16-row tiles of the weight that a warp has. kSumRows: rows of x whose sums are collected at a time; where that
+/// is not all of them, there must be one slice. kGroups: products by warpgroups, where the device has them.
+template <int kRowTiles, int kWarpsDown, int kWarpsAcross, int kTiles, int kStages, int kSumRows>
 struct WideShape {
   static_assert(kRowTiles % kWarpsAcross == 0, "warps share the rows evenly");
   static constexpr int kThreads = 32 * kWarpsDown * kWarpsAcross;
@@ -23,21 +25,34 @@ struct WideShape {
   static constexpr int kPitch = kWidth + 4;  // floats of a row of sums; see narrow.cuh
   static constexpr int kWeightBytes = kWidth * kStepBytes;
   static constexpr int kStageBytes = (kWidth + kRows) * kStepBytes;
-  static constexpr int kSharedBytes = kStageBytes * kStages + kRows * kPitch * 4;
+  static constexpr bool kOneSlice = kSumRows < kRows;
+  static constexpr int kBlocks = kStageBytes * kStages <= 98304 ? 2 : 1;  // that a multiprocessor must have registers for
+  static constexpr int kSums = kSumRows * kPitch;  // floats
+  static_assert(kRows % kSumRows == 0 && kSumRows % 8 == 0, "rows are collected in equal parts");
+
+  /// Bytes of shared memory. A block of a cluster keeps the sums of its slices apart.
+  __host__ __device__ static constexpr int shared_bytes(int slices, int cluster) {
+    return kStageBytes * kStages + (cluster == 1 ? 1 : slices / cluster) * kSums * 4;
+  }
 };
 
-template <typename T, int kRowTiles, int kWarpsDown, int kWarpsAcross, int kTiles, int kStages>
-__global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross, 1) linear_wide_kernel(const LinearParams params) {
-  using Shape = WideShape<kRowTiles, kWarpsDown, kWarpsAcross, kTiles, kStages>;
+template <typename T, int kRowTiles, int kWarpsDown, int kWarpsAcross, int kTiles, int kStages, int kSumRows, bool kGroups>
+__global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross,
+                                  WideShape<kRowTiles, kWarpsDown, kWarpsAcross, kTiles, kStages, kSumRows>::kBlocks)
+    linear_wide_kernel(const LinearParams params) {
+  using Shape = WideShape<kRowTiles, kWarpsDown, kWarpsAcross, kTiles, kStages, kSumRows>;
   constexpr int kRowsAtOnce = Shape::kThreads / kStepParts;    // rows that the block copies with one word a thread
   constexpr int kWeightCopies = Shape::kWidth / kRowsAtOnce;   // words a thread copies of a stage
   constexpr int kRowCopies = (Shape::kRows + kRowsAtOnce - 1) / kRowsAtOnce;
   constexpr int kAcross = kRowTiles / kWarpsAcross;  // tiles of 8 rows that a warp has
+  static_assert(kAcross % 2 == 0, "tiles of rows are loaded in pairs");
   static_assert(kRowsAtOnce % 8 == 0, "a thread's words are at the same place of their rows");
   static_assert(Shape::kWidth % kRowsAtOnce == 0, "every thread copies the same number of weights");
 
-  extern __shared__ uint4 pool[];
-  float* sums = reinterpret_cast<float*>(pool + Shape::kStageBytes * kStages / 16);  // [row][kPitch]
+  static_assert(!kGroups || (kWarpsDown % 4 == 0 && (kAcross == 8 || kAcross == 16)), "m64n64 or m64n128");
+
+  extern __shared__ __align__(1024) uint4 wide_pool[];
+  float* const sums = reinterpret_cast<float*>(wide_pool + Shape::kStageBytes * kStages / 16);  // [slice][row][kPitch]
   const int lane = threadIdx.x % 32;
   const int down = threadIdx.x / 32 % kWarpsDown;
   const int across = threadIdx.x / 32 / kWarpsDown;
@@ -47,16 +62,16 @@ __global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross, 1) linear_wide_
   const int outputs = params.swiglu ? Shape::kWidth / 2 : Shape::kWidth;
   const int tiles = (params.features + outputs - 1) / outputs;
   const int all_steps = (params.depth + kLinearStep - 1) / kLinearStep;
-  // A cluster's block takes the slice of its rank; a block by itself takes them all.
-  const int first_step = rank * params.slice_steps;
-  const int steps = params.cluster == 1 ? all_steps : min(params.slice_steps, all_steps - first_step);
+  const int own_slices = params.slices / params.cluster;
+  const int first_step = rank * own_slices * params.slice_steps;
+  const int steps = min(own_slices * params.slice_steps, all_steps - first_step);
 
   // Words that this thread copies of a stage: the same 16 bytes of every kRowsAtOnce-th row.
   const int copy_row = static_cast<int>(threadIdx.x) / kStepParts;
   const int begin = first_step * kLinearStep + static_cast<int>(threadIdx.x) % kStepParts * kOctet;
-  const uint32_t queue = shared_address(pool);
+  const uint32_t queue = shared_address(wide_pool);
   const uint32_t weight_offset = weight_matrices(lane);
-  const uint32_t row_offset = row_matrices(lane, 8);
+  const uint32_t row_offset = word_offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);  // of a pair of row tiles, k 0-15
   const uint32_t copy_queue = queue + word_offset(copy_row, static_cast<int>(threadIdx.x) % kStepParts);
   constexpr int kCopyBytes = kRowsAtOnce * kStepBytes;
   const char* const x = static_cast<const char*>(params.x) +
@@ -109,6 +124,7 @@ __global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross, 1) linear_wide_
     }
   };
 
+  if (params.release_early) pdl_release();
   Cursor ahead;
   ahead.tile = first_tile;
   ahead.slot = 0;
@@ -122,7 +138,7 @@ __global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross, 1) linear_wide_
       advance(ahead);
     }
     pdl_wait();
-    pdl_release();
+    if (!params.release_early) pdl_release();
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) {
       fetch_rows(rows_ahead);
@@ -132,18 +148,87 @@ __global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross, 1) linear_wide_
   }
 
   float sum[kTiles][kAcross][4] = {};
-  // Put the slice's sums where the block collects them; later slices of the same block are added in their order.
-  const auto fold = [&](bool is_first) {
+  // Put a slice's sums, of rows from `first_row` on, where the block collects them.
+  const auto collect = [&](float* target, int first_row, bool is_first) {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
+    for (int n = 0; n < kAcross; ++n) {
+      const int tile_row = (across * kAcross + n) * 8 - first_row;
+      if (Shape::kOneSlice && (tile_row < 0 || tile_row >= kSumRows)) continue;
 #pragma unroll
-      for (int n = 0; n < kAcross; ++n) {
+      for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row = (across * kAcross + n) * 8 + lane % 4 * 2 + i % 2;
-          float& total = sums[row * Shape::kPitch + (down * kTiles + t) * 16 + i / 2 * 8 + lane / 4];
+          const int row = tile_row + lane % 4 * 2 + i % 2;
+          float& total = target[row * Shape::kPitch + (t * kWarpsDown + down) * 16 + i / 2 * 8 + lane / 4];
           total = is_first ? sum[t][n][i] : __fadd_rn(total, sum[t][n][i]);
           sum[t][n][i] = 0.0f;
+        }
+      }
+    }
+  };
+  const auto barrier = [&] {
+    if (params.cluster > 1) {
+      cluster_barrier();
+    } else {
+      __syncthreads();
+    }
+  };
+  const uint32_t sums_address = shared_address(sums);
+  // The sum of all slices at `place` of their memories, in order; all are fetched before the first is added.
+  const auto total_of = [&](float (&total)[kLinearQuad], int place) {
+    if (params.cluster == 1) {
+      add_quad(total, *reinterpret_cast<const float4*>(sums + place), true);
+      return;
+    }
+    float4 part[kLinearMostSlices];
+#pragma unroll
+    for (int i = 0; i < kLinearMostSlices; ++i) {
+      if (i >= params.slices) break;
+      const int block = i / own_slices;
+      part[i] = load_cluster(sums_address + ((i - block * own_slices) * Shape::kSums + place) * 4, block);
+    }
+#pragma unroll
+    for (int i = 0; i < kLinearMostSlices; ++i) {
+      if (i < params.slices) add_quad(total, part[i], i == 0);
+    }
+  };
+
+  // Add the products of a stage: 16 weight rows of every 16 * kWarpsDown to each warp, or 64 to each warpgroup.
+  const auto multiply = [&](uint32_t stage) {
+    const uint32_t rows = stage + Shape::kWeightBytes + across * kAcross * 8 * kStepBytes;
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (kGroups) {
+      const uint64_t of_rows = matrix_descriptor(rows);
+      const uint64_t of_weights = matrix_descriptor(stage + down / 4 * 64 * kStepBytes);
+      constexpr int kSkip = kWarpsDown * 16 * kStepBytes / 16;  // to the next tile, in units of 16 bytes
+      wgmma_fence();
+#pragma unroll
+      for (int chunk = 0; chunk < kLinearStep / 16; ++chunk) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) wgmma(sum[t], of_weights + t * kSkip + chunk * 2, of_rows + chunk * 2, T());
+      }
+      wgmma_commit();
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) wgmma_wait(sum[t]);
+      return;
+    }
+#endif
+    const uint32_t weights = stage + down * 16 * kStepBytes;
+#pragma unroll
+    for (int chunk = 0; chunk < kLinearStep / 16; ++chunk) {
+      uint32_t part[kTiles][4];
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        load_matrices(part[t], weights + t * kWarpsDown * 16 * kStepBytes + (weight_offset ^ 32 * chunk));
+      }
+#pragma unroll
+      for (int n = 0; n < kAcross; n += 2) {
+        uint32_t pair[4];
+        load_matrices(pair, rows + n * 8 * kStepBytes + (row_offset ^ 32 * chunk));
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          mma(sum[t][n], part[t], pair[0], pair[1], T());
+          mma(sum[t][n + 1], part[t], pair[2], pair[3], T());
         }
       }
     }
@@ -152,77 +237,47 @@ __global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross, 1) linear_wide_
   int slot = 0;
   for (int tile = first_tile; tile < tiles; tile += tile_stride) {
     int in_slice = 0;
-    bool is_first = true;
+    int slice = 0;  // of this block's
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      if (in_slice == params.slice_steps) {
-        fold(is_first);
-        is_first = false;
+      if (!Shape::kOneSlice && in_slice == params.slice_steps) {
+        collect(sums + (params.cluster == 1 ? 0 : slice * Shape::kSums), 0, params.cluster > 1 || slice == 0);
+        ++slice;
         in_slice = 0;
       }
       ++in_slice;
       await_copies<kStages - 2>();
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+      if constexpr (kGroups) fence_copies();
+#endif
       __syncthreads();  // the stage is here, and everybody has left the one before, which is filled anew
       fetch_weights(ahead);
       fetch_rows(ahead);
       commit_copies();
       advance(ahead);
-      const uint32_t weights = queue + slot * Shape::kStageBytes + down * kTiles * 16 * kStepBytes;
-      const uint32_t rows = queue + slot * Shape::kStageBytes + Shape::kWeightBytes + across * kAcross * 8 * kStepBytes;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32_t early[kTiles][4];
-        uint32_t late[kTiles][4];
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          load_matrices(early[t], weights + t * 16 * kStepBytes + (weight_offset ^ 64 * half));
-          load_matrices(late[t], weights + t * 16 * kStepBytes + (weight_offset ^ (64 * half + 32)));
-        }
-#pragma unroll
-        for (int n = 0; n < kAcross; ++n) {
-          uint32_t part[4];
-          load_matrices(part, rows + n * 8 * kStepBytes + (row_offset ^ 64 * half));
-#pragma unroll
-          for (int t = 0; t < kTiles; ++t) add_half<T>(sum[t][n], early[t], late[t], part);
-        }
-      }
+      multiply(queue + slot * Shape::kStageBytes);
       slot = slot + 1 == kStages ? 0 : slot + 1;
     }
-    fold(is_first);
-
-    if (params.cluster > 1) {
-      cluster_barrier();
-    } else {
-      __syncthreads();
-    }
     const int quads = outputs / kLinearQuad;
-    const uint32_t base = shared_address(sums);
-    for (int item = rank * Shape::kThreads + static_cast<int>(threadIdx.x); item < params.rows * quads;
-         item += params.cluster * Shape::kThreads) {
-      const int row = item / quads;
-      const int local = item % quads * kLinearQuad;
-      const int feature = tile * outputs + local;
-      if (feature >= params.features) continue;
-      const Quad residual = load_residual(params, row, feature);
-      float total[kLinearQuad] = {};
-      float up[kLinearQuad] = {};
-      const int place = row * Shape::kPitch + local;
-      if (params.cluster > 1) {
-        for (int part = 0; part < params.cluster; ++part) {
-          add_quad(total, load_cluster(base + place * 4, part), part == 0);
-          if (params.swiglu) add_quad(up, load_cluster(base + (place + Shape::kWidth / 2) * 4, part), part == 0);
-        }
-      } else {
-        add_quad(total, *reinterpret_cast<const float4*>(sums + place), true);
-        if (params.swiglu) add_quad(up, *reinterpret_cast<const float4*>(sums + place + Shape::kWidth / 2), true);
+    for (int first_row = 0; first_row < params.rows; first_row += kSumRows) {
+      collect(sums + (params.cluster == 1 ? 0 : slice * Shape::kSums), first_row, params.cluster > 1 || slice == 0);
+      barrier();
+      const int items = min(params.rows - first_row, kSumRows) * quads;
+      for (int item = rank * Shape::kThreads + static_cast<int>(threadIdx.x); item < items;
+           item += params.cluster * Shape::kThreads) {
+        const int row = item / quads;
+        const int local = item % quads * kLinearQuad;
+        const int feature = tile * outputs + local;
+        if (feature >= params.features) continue;
+        const Quad residual = load_residual(params, first_row + row, feature);
+        const Quad bias = load_bias(params, feature);
+        float total[kLinearQuad] = {};
+        float up[kLinearQuad] = {};
+        total_of(total, row * Shape::kPitch + local);
+        if (params.swiglu) total_of(up, row * Shape::kPitch + local + Shape::kWidth / 2);
+        store_outputs<T>(params, first_row + row, feature, total, up, bias, residual);
       }
-      store_outputs<T>(params, row, feature, total, up, residual);
-    }
-    // Before these sums are overwritten, or this block's shared memory goes, everybody must have read them.
-    if (params.cluster > 1) {
-      cluster_barrier();
-    } else {
-      __syncthreads();
+      barrier();  // before these sums are overwritten, or this block's shared memory goes, everybody must have read them
     }
   }
 }

@@ -23,12 +23,28 @@ __device__ __forceinline__ float score_of(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
+/// Larger of each half of two words of a 16-bit type; NaN wins, as it does among keys.
+__device__ __forceinline__ uint32_t packed_max(bfloat16, uint32_t left, uint32_t right) {
+  uint32_t largest;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(largest) : "r"(left), "r"(right));
+  return largest;
+}
+__device__ __forceinline__ uint32_t packed_max(float16, uint32_t left, uint32_t right) {
+  uint32_t largest;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(largest) : "r"(left), "r"(right));
+  return largest;
+}
+
 /// Reads the octets of a row that belong to this block. Octet i of a row belongs to warp i / 32 of the cluster's warps
 /// in turn, which are dealt over the blocks: likely ids lie together, and each block should get its share.
 template <typename T, bool kPenalties, bool kAligned>
 struct Row {
-  /// Octets of a thread whose loads are in flight together.
-  static constexpr int kBatch = kPenalties ? 2 : sizeof(T) == 2 ? 8 : 4;
+  using Raw = Octet<T>;
+  /// Octets of a thread whose loads are in flight together: in a pass that compares, in one that weighs every token (there
+  /// arithmetic takes the longer, and the registers), and in the passes of rare rows.
+  static constexpr int kComparing = kPenalties ? 2 : sizeof(T) == 2 ? 8 : 4;
+  static constexpr int kWeighing = kPenalties ? 2 : 4;
+  static constexpr int kRare = 1;
 
   const T* logits;
   const int32_t* counts;
@@ -64,9 +80,8 @@ struct Row {
     return {};
   }
 
-  /// Keys of a loaded octet; kNoKey from the row's end on.
-  __device__ __forceinline__ void keys(const Octet<T>& raw, int octet, uint32_t (&key)[kOctet]) const {
-    float score[kOctet];
+  /// Scores of a loaded octet; minus infinity, which has no weight, from the row's end on.
+  __device__ __forceinline__ void scores(const Octet<T>& raw, int octet, float (&score)[kOctet]) const {
     unpack(raw, score);
     const int begin = octet * kOctet;
     if constexpr (kPenalties) {
@@ -74,8 +89,37 @@ struct Row {
     }
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
-      const bool exists = kAligned ? octet < octets : begin + i < vocab;
+      if (kAligned ? octet >= octets : begin + i >= vocab) score[i] = __uint_as_float(0xff800000u);
+    }
+  }
+
+  /// Keys of a loaded octet; kNoKey from the row's end on.
+  __device__ __forceinline__ void keys(const Octet<T>& raw, int octet, uint32_t (&key)[kOctet]) const {
+    float score[kOctet];
+    scores(raw, octet, score);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      const bool exists = kAligned ? octet < octets : octet * kOctet + i < vocab;
       key[i] = exists ? key_of(score[i]) : kNoKey;
+    }
+  }
+
+  /// The largest of keys(): four instructions and one key where the scores are the logits' own 16 bits.
+  __device__ __forceinline__ uint32_t largest_key(const Octet<T>& raw, int octet) const {
+    if constexpr (sizeof(T) == 2 && !kPenalties && kAligned) {
+      if (octet >= octets) return kNoKey;
+      const uint32_t pair = packed_max(T(), packed_max(T(), raw.word[0], raw.word[1]), packed_max(T(), raw.word[2], raw.word[3]));
+      const uint32_t largest = packed_max(T(), pair, pair >> 16);
+      float value[kOctet];
+      unpack(Octet<T>{{largest & 0xffffu, 0, 0, 0}}, value);
+      return key_of(value[0]);
+    } else {
+      uint32_t key[kOctet];
+      keys(raw, octet, key);
+      uint32_t largest = key[0];
+#pragma unroll
+      for (int i = 1; i < kOctet; ++i) largest = key[i] > largest ? key[i] : largest;
+      return largest;
     }
   }
 
@@ -114,8 +158,8 @@ struct Row {
     }
   }
 
-  /// visit(round, octet, keys) for each of this thread's octets in rising order; all threads call it equally often.
-  template <typename Visit>
+  /// visit(round, octet, raw) for each of this thread's octets in rising order; all threads call it equally often.
+  template <int kBatch, typename Visit>
   __device__ __forceinline__ void each_octet(Visit visit) const {
     const int n_rounds = rounds();
     for (int round = 0; round < n_rounds; round += kBatch) {
@@ -123,12 +167,7 @@ struct Row {
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) raw[j] = load((round + j) * step + first);
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int octet = (round + j) * step + first;
-        uint32_t key[kOctet];
-        keys(raw[j], octet, key);
-        visit(round + j, octet, key);
-      }
+      for (int j = 0; j < kBatch; ++j) visit(round + j, (round + j) * step + first, raw[j]);
     }
   }
 };

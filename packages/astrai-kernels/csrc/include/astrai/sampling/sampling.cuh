@@ -12,16 +12,17 @@
 // Weights are integers, so a sum has the same bits in any order: neither the number of blocks that share a row nor the
 // order of their atomics can change a token (the reduction contract).
 //
-// Where a sum or a count over the order passes a given target is found digit by digit: a histogram of the next nine
-// bits of the order, the bin in which the target lies, then only that bin. Most rows need this only over a list of
-// candidates, those from a bound on that the maxima of the threads yield: of n values one per thread, the k-th largest
-// is at most the k-th largest of the row.
+// Nothing is sorted but a list of candidates. Those of top-k are the tokens from a bound on that the maxima of the threads
+// yield: of n values one per thread, the k-th largest is at most the k-th largest of the row. Without top-k the same list
+// serves a peaked row; where it does not hold enough weight, a histogram says in which narrow bins the nucleus ends and
+// the drawn token lies, and those are listed (draw.cuh). Two to five passes over a row, which L2 holds.
 #pragma once
 
 #include "astrai/common/launch.cuh"
 #include "astrai/common/pdl.cuh"
 #include "astrai/common/types.cuh"
 #include "astrai/sampling/cluster.cuh"
+#include "astrai/sampling/draw.cuh"
 #include "astrai/sampling/params.h"
 #include "astrai/sampling/row.cuh"
 #include "astrai/sampling/select.cuh"
@@ -32,6 +33,151 @@ namespace astrai {
 constexpr int kMostListed = kSamplingThreads;  // top-k up to which candidates are listed; at most kSamplingThreads
 constexpr int kNucleusCandidates = 384;        // candidates to aim for without top-k; likewise
 constexpr int kMostBlocksPerRow = 8;  // a power of two; more than 8 blocks a cluster is not portable
+
+/// Key from which on each block has its share of the wanted number of tokens: the share-th largest of its threads' maxima
+/// (rounded down, where keys have more bits than the search looks at).
+template <typename T, bool kPenalties>
+__device__ __forceinline__ uint32_t candidate_bound(SamplingShared& shared, Turns& turns, uint32_t best, int share,
+                                                    int size) {
+  constexpr int kBits = sizeof(T) == 2 && !kPenalties ? 16 : 24;
+  shared.best[threadIdx.x] = best;
+  __syncthreads();
+  if (threadIdx.x < 32) {  // one warp: no barriers in the search
+    uint32_t most[kSamplingWarps];
+#pragma unroll
+    for (int i = 0; i < kSamplingWarps; ++i) most[i] = shared.best[32 * i + threadIdx.x];
+    uint32_t bound = 0;
+    for (int bit = 31; bit > 31 - kBits; --bit) {
+      const uint32_t trial = bound | (1u << bit);
+      uint32_t reach = 0;
+#pragma unroll
+      for (int i = 0; i < kSamplingWarps; ++i) reach += most[i] >= trial ? 1 : 0;
+      if (__reduce_add_sync(0xffffffffu, reach) >= static_cast<uint32_t>(share)) bound = trial;
+    }
+    if (threadIdx.x == 0) shared.bound = bound;
+  }
+  __syncthreads();
+  const uint32_t bound = static_cast<uint32_t>(cluster_combine(shared.bound, shared.slots, turns.slot, size, Smallest()));
+  return bound == kNoKey ? 1 : bound;  // 1, all tokens: fewer threads with tokens than wanted
+}
+
+/// List the tokens from `bound` on at the first block. Whether they are all that may be drawn; without top-k, of_row
+/// becomes the weight of the row.
+template <typename Reader>
+__device__ __forceinline__ bool list_candidates(SamplingShared& shared, Turns& turns, const Weigher& weigher,
+                                                const Filters& filters, const Reader& row, uint32_t bound, int size,
+                                                uint64_t* of_row) {
+  uint32_t* n_listed = at_peer(&shared.n_listed[0], 0);
+  uint64_t* listed = at_peer(shared.listed, 0);
+  const bool weighs = filters.k == 0 && filters.by_mass;
+  uint64_t all = 0;
+  uint64_t of_listed = 0;
+  row.template each_octet<Reader::kWeighing>([&](int, int octet, const typename Reader::Raw& raw) {
+    if (weighs) {
+      float score[kOctet];
+      row.scores(raw, octet, score);
+      uint32_t high = 0;
+      uint32_t low = 0;
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) {
+        const Weight weight = weigher.weight_of(weigher.ratio(score[i]));
+        high += weight.high;
+        low += weight.low;
+      }
+      all += Weight{high, low}.whole();
+    }
+    if (row.largest_key(raw, octet) < bound) return;
+    uint32_t key[kOctet];
+    row.keys(raw, octet, key);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      if (key[i] < bound) continue;
+      if (weighs) of_listed += weigher.weight(score_of(key[i]));
+      list_token(n_listed, listed, key[i], static_cast<uint32_t>(octet * kOctet + i));
+    }
+  });
+  cluster_sync(size);
+  const bool fits = *static_cast<volatile uint32_t*>(n_listed) <= kListCapacity;
+  if (filters.k != 0) return fits;
+  // Tokens that are not listed must be excluded by top-p or by min-p.
+  bool enough = bound == 1 || (filters.by_ratio && weigher.ratio(score_of(bound)) < filters.min_p);
+  if (weighs) {
+    all = block_combine(all, shared.scratch, Sum());
+    *of_row = cluster_combine(all, shared.slots, turns.slot, size, Sum());
+    of_listed = block_combine(of_listed, shared.scratch, Sum());
+    of_listed = cluster_combine(of_listed, shared.slots, turns.slot, size, Sum());
+    enough = enough || of_listed >= share_of(filters.top_p, *of_row);
+  }
+  return fits && enough;
+}
+
+/// Draw without filters, in the order of the ids; the first block has the token. A bin for each round of the cluster,
+/// which covers consecutive ids.
+template <typename Reader>
+__device__ __forceinline__ uint32_t draw_by_ids(SamplingShared& shared, Turns& turns, const Weigher& weigher, double u,
+                                                const Reader& row, int rank, int size) {
+  shared.low[threadIdx.x] = 0;
+  shared.high[threadIdx.x] = 0;
+  __syncthreads();
+  row.template each_octet<Reader::kWeighing>([&](int round, int octet, const typename Reader::Raw& raw) {
+    float score[kOctet];
+    row.scores(raw, octet, score);
+    uint32_t high = 0;
+    uint32_t low = 0;
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      const Weight weight = weigher.weight_of(weigher.ratio(score[i]));
+      high += weight.high;
+      low += weight.low;
+    }
+    const Weight warp = {__reduce_add_sync(0xffffffffu, high), __reduce_add_sync(0xffffffffu, low)};
+    if (threadIdx.x % 32 == 0 && warp.whole() != 0) add_to_bin(shared, round, warp.whole());
+  });
+  cluster_sync(size);
+  if (rank != 0) return 0;
+  const uint64_t mass[1] = {own_bin(shared, size)};
+  const uint64_t position = position_within(u, block_combine(mass[0], shared.scratch, Sum()));
+  const uint64_t* found = locate(shared, turns, mass, 0, position + 1);
+  // The round's octets, in their order: `size` neighbours to a thread.
+  const int begin = static_cast<int>(found[0]) * row.step + static_cast<int>(threadIdx.x) * size;
+  uint64_t weight[kMostBlocksPerRow] = {};
+  uint64_t sum = 0;
+#pragma unroll
+  for (int part = 0; part < kMostBlocksPerRow; ++part) {
+    if (part >= size) continue;
+    float score[kOctet];
+    row.scores(row.load(begin + part), begin + part, score);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) weight[part] += weigher.weight(score[i]);
+    sum += weight[part];
+  }
+  uint64_t total;
+  uint64_t start = found[1] + block_prefix(sum, shared.scratch, &total);
+  if (start <= position && position < start + sum) {
+    int part = 0;
+    uint64_t own = 0;
+#pragma unroll
+    for (int i = 0; i < kMostBlocksPerRow; ++i) {  // the octet; indexed by constants, so that registers hold the array
+      if (i < size && start + own <= position) {
+        start += own;
+        own = weight[i];
+        part = i;
+      }
+    }
+    float score[kOctet];
+    row.scores(row.load(begin + part), begin + part, score);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+      const uint64_t mine = weigher.weight(score[i]);
+      if (start <= position && position < start + mine) {
+        shared.token = static_cast<uint32_t>((begin + part) * kOctet + i);
+      }
+      start += mine;
+    }
+  }
+  __syncthreads();
+  return shared.token;
+}
 
 template <typename T, bool kPenalties, bool kAligned>
 __global__ void __launch_bounds__(kSamplingThreads, 1) sampling_kernel(const SamplingParams params) {
@@ -44,26 +190,21 @@ __global__ void __launch_bounds__(kSamplingThreads, 1) sampling_kernel(const Sam
   const Row<T, kPenalties, kAligned> row(params, index, rank, size);
   Turns turns = {};
 
+  if (threadIdx.x < 3) shared.n_listed[threadIdx.x] = 0;
+
   // The largest score, and the largest that each thread saw.
   uint32_t best = kNoKey;
-  uint32_t best_id = 0;
-  row.each_octet([&](int, int octet, const uint32_t(&key)[kOctet]) {
-    uint32_t most = key[0];
-#pragma unroll
-    for (int i = 1; i < kOctet; ++i) most = key[i] > most ? key[i] : most;
-    if (most > best) {
-      best = most;
-#pragma unroll
-      for (int i = kOctet - 1; i >= 0; --i) {
-        if (key[i] == most) best_id = static_cast<uint32_t>(octet * kOctet + i);
-      }
+  uint32_t best_octet = 0;
+  row.template each_octet<Row<T, kPenalties, kAligned>::kComparing>([&](int, int octet, const Octet<T>& raw) {
+    const uint32_t largest = row.largest_key(raw, octet);
+    if (largest > best) {
+      best = largest;
+      best_octet = static_cast<uint32_t>(octet);
     }
   });
-  uint64_t top = (static_cast<uint64_t>(best) << 32) | (~best_id);  // ties: the smallest id
-  if (best == kNoKey) top = 0;
+  uint64_t top = best == kNoKey ? 0 : (static_cast<uint64_t>(best) << 32) | ~best_octet;  // ties: the smallest id
   top = block_combine(top, shared.scratch, Largest());
   top = cluster_combine(top, shared.slots, turns.slot, size, Largest());
-  uint32_t token = ~static_cast<uint32_t>(top);
 
   Weigher weigher;
   weigher.largest_key = static_cast<uint32_t>(top >> 32);
@@ -74,7 +215,16 @@ __global__ void __launch_bounds__(kSamplingThreads, 1) sampling_kernel(const Sam
   // A row whose largest score is infinite or NaN has no distribution: it gives its argmax too.
   const bool draws = temperature > 0.0f && weigher.largest_key > kKeyOfMinusInfinity &&
                      weigher.largest_key < kKeyOfInfinity;
-  if (draws) {
+  uint32_t token = 0;
+  if (!draws) {
+    const int octet = static_cast<int>(~static_cast<uint32_t>(top));
+    uint32_t key[kOctet];
+    row.keys(row.load(octet), octet, key);
+#pragma unroll
+    for (int i = kOctet - 1; i >= 0; --i) {
+      if (key[i] == weigher.largest_key) token = static_cast<uint32_t>(octet * kOctet + i);
+    }
+  } else {
     const double u = uniform(value_or<int64_t>(params.seed, index, 0), value_or<int64_t>(params.position, index, 0));
     const int64_t top_k = value_or<int64_t>(params.top_k, index, 0);
     Filters filters;
@@ -85,119 +235,23 @@ __global__ void __launch_bounds__(kSamplingThreads, 1) sampling_kernel(const Sam
     filters.by_ratio = filters.min_p > 0.0f;
 
     if (top_k <= 0 && !filters.by_mass && !filters.by_ratio) {
-      // No filter: the order of the ids. A bin for each round of the cluster, which covers consecutive ids.
-      shared.low[threadIdx.x] = 0;
-      shared.high[threadIdx.x] = 0;
-      __syncthreads();
-      row.each_octet([&](int round, int, const uint32_t(&key)[kOctet]) {
-        uint64_t sum = 0;
-#pragma unroll
-        for (int i = 0; i < kOctet; ++i) {
-          if (key[i] != kNoKey) sum += weigher.weight(key[i]);
-        }
-        sum = lanes_combine<32>(sum, Sum());
-        if (threadIdx.x % 32 == 0 && sum != 0) add_to_bin(shared, round, sum);
-      });
-      cluster_sync(size);
-      if (rank == 0) {
-        const uint64_t mass = own_bin(shared, size);
-        uint64_t total;
-        block_prefix(mass, shared.scratch, &total);
-        const uint64_t position = position_within(u, total);
-        const uint64_t* found = locate(shared, turns, mass, 0, position + 1);
-        uint64_t before = found[1];
-        const int begin = static_cast<int>(found[0]) * row.step;
-        for (int part = 0; part < size; ++part) {
-          const int octet = begin + part * kSamplingThreads + static_cast<int>(threadIdx.x);
-          uint32_t key[kOctet];
-          row.keys(row.load(octet), octet, key);
-          uint64_t weight[kOctet];
-          uint64_t sum = 0;
-#pragma unroll
-          for (int i = 0; i < kOctet; ++i) {
-            weight[i] = key[i] != kNoKey ? weigher.weight(key[i]) : 0;
-            sum += weight[i];
-          }
-          uint64_t start = before + block_prefix(sum, shared.scratch, &total);
-          if (start <= position && position < start + sum) {
-#pragma unroll
-            for (int i = 0; i < kOctet; ++i) {
-              if (start <= position && position < start + weight[i]) {
-                shared.token = static_cast<uint32_t>(octet * kOctet + i);
-              }
-              start += weight[i];
-            }
-          }
-          before += total;
-        }
-        __syncthreads();
-        token = shared.token;
-      }
+      token = draw_by_ids(shared, turns, weigher, u, row, rank, size);
     } else {
-      const int index_bits = 32 - __clz(params.vocab - 1);
       const uint64_t wanted = filters.k != 0 ? filters.k : kNucleusCandidates;
-      bool complete = false;
-      uint32_t bound = 0;
+      bool drawn = false;
       if (wanted <= kMostListed) {
-        // Each block's share of the k largest maxima of its threads: together at least k tokens, all from `bound` on.
         const int share = static_cast<int>((wanted + size - 1) / size);
-        for (int bit = 31; bit >= 0; --bit) {
-          const uint32_t trial = bound | (1u << bit);
-          if (__syncthreads_count(best >= trial) >= share) bound = trial;
-        }
-        if (rank == 0 && threadIdx.x == 0) shared.n_listed = 0;
-        bound = static_cast<uint32_t>(cluster_combine(bound, shared.slots, turns.slot, size, Smallest()));
-        if (bound == kNoKey) bound = 1;  // fewer threads with tokens than wanted: all tokens
-        __syncthreads();
-
-        // List the candidates at the first block; without top-k, weigh the row and the candidates.
-        uint32_t* n_listed = at_peer(&shared.n_listed, 0);
-        uint64_t* listed = at_peer(shared.listed, 0);
-        const bool weighs = filters.k == 0 && filters.by_mass;
+        const uint32_t bound = candidate_bound<T, kPenalties>(shared, turns, best, share, size);
         uint64_t of_row = 0;
-        uint64_t of_listed = 0;
-        row.each_octet([&](int, int octet, const uint32_t(&key)[kOctet]) {
-#pragma unroll
-          for (int i = 0; i < kOctet; ++i) {
-            if (weighs && key[i] != kNoKey) {
-              const uint64_t weight = weigher.weight(key[i]);
-              of_row += weight;
-              if (key[i] >= bound) of_listed += weight;
-            }
-            if (key[i] >= bound) {
-              const uint32_t place = atomicAdd(n_listed, 1u);
-              if (place < kListCapacity) {
-                listed[place] = (static_cast<uint64_t>(key[i]) << 32) | static_cast<uint32_t>(octet * kOctet + i);
-              }
-            }
+        if (list_candidates(shared, turns, weigher, filters, row, bound, size, &of_row)) {
+          drawn = true;
+          if (rank == 0) {
+            token = draw_listed(shared, turns, weigher, filters, u, static_cast<int>(shared.n_listed[0]), of_row);
           }
-        });
-        cluster_sync(size);
-        complete = *static_cast<volatile uint32_t*>(n_listed) <= kListCapacity;
-        if (filters.k == 0) {
-          // Tokens that are not listed must be excluded by top-p or by min-p.
-          bool enough = bound == 1 || (filters.by_ratio && weigher.ratio(bound) < filters.min_p);
-          if (weighs) {
-            of_row = block_combine(of_row, shared.scratch, Sum());
-            of_row = cluster_combine(of_row, shared.slots, turns.slot, size, Sum());
-            of_listed = block_combine(of_listed, shared.scratch, Sum());
-            of_listed = cluster_combine(of_listed, shared.slots, turns.slot, size, Sum());
-            enough = enough || static_cast<double>(of_listed) >=
-                                   ceil(static_cast<double>(filters.top_p) * static_cast<double>(of_row));
-          }
-          complete = complete && enough;
-        }
-        if (complete && rank == 0) {
-          const int n = static_cast<int>(shared.n_listed);
-          const int span = 32 - __clz(weigher.largest_key - bound);
-          token = choose(shared, turns, weigher, filters, u, index_bits, span, static_cast<uint64_t>(n), of_row, 1,
-                         ListedTokens{shared.listed, n, weigher.largest_key, index_bits});
         }
       }
-      if (!complete) {
-        token = choose(shared, turns, weigher, filters, u, index_bits, 32, 1ull << 63, 0, size,
-                       RowTokens<Row<T, kPenalties, kAligned>>{row, weigher.largest_key, index_bits});
-      }
+      if (!drawn && filters.k == 0) drawn = draw_binned(shared, turns, weigher, filters, u, row, rank, size, &token);
+      if (!drawn) token = draw_by_digits(shared, turns, weigher, filters, u, row, size);
     }
   }
   if (rank == 0 && threadIdx.x == 0) params.out[index * params.out_stride] = static_cast<int64_t>(token);

@@ -219,8 +219,9 @@ def linear(
         rows one stride apart and at multiples of 16 bytes.
     weight : Tensor
         ``[out_features, in_features]``, of x's type, rows at multiples of 16 bytes; with ``"swiglu"``
-        ``[2 * out_features, in_features]``, gate rows first. The kernel just before this one on the stream must not
-        write it: from compute capability 9.0 on it is read ahead of that kernel's end.
+        ``[2 * out_features, in_features]``, gate rows first. From compute capability 9.0 on it is read before the
+        kernels ahead on the stream have ended: no kernel of this package may write it just before this call, or just
+        before the unbroken row of ``linear`` calls that ends with this one.
     bias : Tensor, optional
         ``[out_features]``, added before the rounding.
     residual : Tensor, optional
