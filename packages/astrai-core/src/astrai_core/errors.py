@@ -4,6 +4,7 @@ Every message is one line that names the field or file and the remedy, so that a
 
     AstraiError
     ├── ConfigError             a field of config.json, of a recipe or of a settings object  (also ValueError)
+    ├── DataError               training data or a token store that is malformed, empty or damaged  (also ValueError)
     ├── CheckpointError         weights that are missing, truncated, misshapen or half-written
     │   └── ModelNotFoundError  no model under the name or path that was asked for
     ├── TokenizerError          tokenizer files that are missing or unusable
@@ -12,6 +13,7 @@ Every message is one line that names the field or file and the remedy, so that a
     ├── RegistryError           a name that no factory knows, or knows already  (also ValueError)
     ├── BackendError            an attention backend or kernel that was asked for by name and cannot run
     ├── MissingDependencyError  an optional package that is not installed  (also ImportError)
+    ├── TrainingError           a training step whose result must not reach the weights
     └── EngineError             the engine could not finish a request through no fault of the caller
 """
 
@@ -24,6 +26,10 @@ class AstraiError(Exception):
 
 class ConfigError(AstraiError, ValueError):
     """A configuration field is unknown, missing or out of range."""
+
+
+class DataError(AstraiError, ValueError):
+    """Training data or a pre-tokenised store is malformed, empty, truncated or out of range."""
 
 
 class CheckpointError(AstraiError):
@@ -56,6 +62,10 @@ class BackendError(AstraiError):
 
 class MissingDependencyError(AstraiError, ImportError):
     """An optional dependency is needed; the message gives the pip line."""
+
+
+class TrainingError(AstraiError):
+    """A training step failed (a gradient that is not finite); the weights are those of the step before."""
 
 
 class EngineError(AstraiError):

@@ -1,4 +1,4 @@
-"""The training side of astrai: recipes, schedules and (with the training issue) the trainer.
+"""The training side of astrai: recipes, data, strategies, optimizers and the trainer.
 
 Names are imported at first use, so that ``import astrai_train`` costs nothing and needs no torch.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from astrai_train._version import __version__
 
 if TYPE_CHECKING:
+    from astrai_train.callbacks.base import Callback
     from astrai_train.config import (
         AdamWConfig,
         CheckpointConfig,
@@ -33,10 +34,16 @@ if TYPE_CHECKING:
         TrainConfig,
         WSDConfig,
     )
+    from astrai_train.context import StepRecord, TrainContext, TrainResult
     from astrai_train.optim.lr_schedule import LRSchedule, LRScheduleFactory
+    from astrai_train.run import train
+    from astrai_train.strategy.base import BaseStrategy, LossOutput
+    from astrai_train.trainer import Trainer
 
 _EXPORTS = {
     "AdamWConfig": "config",
+    "BaseStrategy": "strategy.base",
+    "Callback": "callbacks.base",
     "CheckpointConfig": "config",
     "ConstantConfig": "config",
     "CosineConfig": "config",
@@ -47,6 +54,7 @@ _EXPORTS = {
     "LRScheduleFactory": "optim.lr_schedule",
     "LoRAConfig": "config",
     "LogConfig": "config",
+    "LossOutput": "strategy.base",
     "ManoAdamWConfig": "config",
     "ModelSource": "config",
     "MuonAdamWConfig": "config",
@@ -56,12 +64,19 @@ _EXPORTS = {
     "SFTConfig": "config",
     "SGDRConfig": "config",
     "SeqConfig": "config",
+    "StepRecord": "context",
     "TrainConfig": "config",
+    "TrainContext": "context",
+    "TrainResult": "context",
+    "Trainer": "trainer",
     "WSDConfig": "config",
+    "train": "run",
 }
 
 __all__ = [
     "AdamWConfig",
+    "BaseStrategy",
+    "Callback",
     "CheckpointConfig",
     "ConstantConfig",
     "CosineConfig",
@@ -72,6 +87,7 @@ __all__ = [
     "LRScheduleFactory",
     "LoRAConfig",
     "LogConfig",
+    "LossOutput",
     "ManoAdamWConfig",
     "ModelSource",
     "MuonAdamWConfig",
@@ -81,9 +97,14 @@ __all__ = [
     "SFTConfig",
     "SGDRConfig",
     "SeqConfig",
+    "StepRecord",
     "TrainConfig",
+    "TrainContext",
+    "TrainResult",
+    "Trainer",
     "WSDConfig",
     "__version__",
+    "train",
 ]
 
 

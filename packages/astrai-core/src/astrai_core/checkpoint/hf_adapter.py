@@ -136,15 +136,46 @@ def save_pretrained(
     ConfigError
         If the architecture has no expression as its ``model_type``.
     """
+    with atomic_directory(directory, overwrite=overwrite) as scratch:
+        write_pretrained(
+            scratch,
+            exported_config(model),
+            checkpoint_tensors(model),
+            tokenizer=tokenizer,
+            generation_config=generation_config,
+            max_shard_bytes=max_shard_bytes,
+        )
+
+
+def exported_config(model: CausalLM) -> ModelConfig:
+    """Return the config that describes the model's files: its dtype, and the half-split rotary layout."""
     dtype: DType = str(model.dtype).removeprefix("torch.")  # type: ignore[assignment]
     config: ModelConfig = dataclasses.replace(model.config, dtype=dtype, rope_interleave=False)
-    with atomic_directory(directory, overwrite=overwrite) as scratch:
-        _write_json(scratch / "config.json", config.to_dict())
-        if generation_config:
-            _write_json(scratch / GENERATION_CONFIG, generation_config)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(scratch)
-        write_shards(scratch, checkpoint_tensors(model), max_shard_bytes)
+    return config
+
+
+def write_pretrained(
+    directory: Path,
+    config: ModelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    tokenizer: Tokenizer | None = None,
+    generation_config: dict[str, Any] | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write the files of :func:`save_pretrained` into an existing directory, one after another.
+
+    Parameters
+    ----------
+    config, tensors
+        As :func:`exported_config` and :func:`checkpoint_tensors` give them.
+    """
+    _write_json(directory / "config.json", config.to_dict())
+    if generation_config:
+        _write_json(directory / GENERATION_CONFIG, generation_config)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    write_shards(directory, tensors, max_shard_bytes)
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

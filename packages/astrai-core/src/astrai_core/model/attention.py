@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from astrai_core import ops
 from astrai_core.attention.backend import AttentionBackend, AttentionSpec
+from astrai_core.attention.gather import causal_mask
 from astrai_core.attention.rotary import Rope
 from astrai_core.config.model import ModelConfig
 from astrai_core.model.layers import FusedLinear, Linear, RMSNorm
@@ -27,6 +29,9 @@ class DenseContext:
     """Of ``batch * seq`` tokens."""
     masks: Mapping[int | None, Tensor | None]
     """Window -> bool mask broadcastable to ``[batch, heads, seq, seq]``; None where plain causal masking is right."""
+    doc_lens: tuple[int, ...] | None = None
+    """Lengths of the documents that make up the ``batch * seq`` tokens, row after row; each attends to itself alone, and
+    `masks` is not used. None: a row is one document."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +84,33 @@ class Attention(nn.Module):
             run = backend.fwd_decode if cache.phase == "decode" else backend.fwd_prefill
             return self.o_proj(run(q, self.spec, cache).flatten(1))
         batch, seq, _ = x.shape
-        q, k, v = (
-            part.view(batch, seq, -1, self.spec.head_dim).transpose(1, 2)
-            for part in ops.qkv_norm_rope(
-                qkv.flatten(0, 1),
-                self.spec.n_heads,
-                self.spec.n_kv_heads,
-                rope=context.rope if self.spec.use_rope else None,
-                q_norm=q_norm,
-                k_norm=k_norm,
-                eps=self.spec.norm_eps,
-            )
+        q, k, v = ops.qkv_norm_rope(
+            qkv.flatten(0, 1),
+            self.spec.n_heads,
+            self.spec.n_kv_heads,
+            rope=context.rope if self.spec.use_rope else None,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=self.spec.norm_eps,
         )
-        mask = context.masks[self.spec.window]
-        out = F.scaled_dot_product_attention(
+        if context.doc_lens is not None:
+            parts = (part.split(context.doc_lens) for part in (q, k, v))
+            out = torch.cat([self._document(*document) for document in zip(*parts, strict=True)])
+            return self.o_proj(out.view(batch, seq, -1))
+        q, k, v = (part.view(batch, seq, -1, self.spec.head_dim).transpose(1, 2) for part in (q, k, v))
+        out = self._attend(q, k, v, context.masks[self.spec.window])
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _document(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend within one document; ``[tokens, heads, head_dim]`` each."""
+        n, window = q.shape[0], self.spec.window
+        mask = None if window is None or window >= n else causal_mask(n, n, window, q.device)
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
+        return self._attend(q, k, v, mask).squeeze(0).transpose(0, 1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """``[batch, heads, seq, head_dim]`` each; plain causal masking without a mask."""
+        return F.scaled_dot_product_attention(
             q,
             k,
             v,
@@ -102,4 +120,3 @@ class Attention(nn.Module):
             scale=self.spec.scale,
             enable_gqa=self.spec.n_heads != self.spec.n_kv_heads,
         )
-        return self.o_proj(out.transpose(1, 2).flatten(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -127,6 +128,31 @@ class CausalLM(nn.Module):
         RequestError
             If a shape is wrong or the sequence is longer than the model's context.
         """
+        hidden = self.hidden_states(input_ids, position_ids, attention_mask)
+        return CausalLMOutput(self.lm_head(hidden), hidden)
+
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        doc_lens: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Compute what :meth:`forward` projects to logits: ``[batch, seq, hidden]``, after the final norm.
+
+        Parameters
+        ----------
+        input_ids, position_ids, attention_mask
+            As in :meth:`forward`.
+        doc_lens
+            Lengths of the documents that make up the ``batch * seq`` tokens, row after row (padding counts as
+            documents of its own); no document attends to another. None: every row is one document.
+
+        Raises
+        ------
+        RequestError
+            As in :meth:`forward`; if `doc_lens` does not add up, or is given beside `attention_mask`.
+        """
         if input_ids.dim() != 2:
             raise RequestError(f"input_ids must be [batch, seq], got shape {tuple(input_ids.shape)}")
         batch, seq = input_ids.shape
@@ -142,9 +168,14 @@ class CausalLM(nn.Module):
             position_ids = torch.arange(seq, device=input_ids.device)
         rope = self.model.rotary(position_ids.expand(batch, seq).reshape(-1))
         device = input_ids.device
+        if doc_lens is not None:
+            if attention_mask is not None or sum(doc_lens) != batch * seq:
+                raise RequestError(
+                    f"doc_lens must add up to batch x seq = {batch * seq} tokens and excludes attention_mask, got {doc_lens}"
+                )
+            return self.model(input_ids, DenseContext(rope, {}, tuple(doc_lens)))
         masks = {window: self._dense_mask(seq, window, attention_mask, device) for window in self.spec_of_window}
-        hidden = self.model(input_ids, DenseContext(rope, masks))
-        return CausalLMOutput(self.lm_head(hidden), hidden)
+        return self.model(input_ids, DenseContext(rope, masks))
 
     def forward_paged(
         self,

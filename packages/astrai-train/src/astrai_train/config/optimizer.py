@@ -36,6 +36,9 @@ class AdamWConfig(BaseConfig):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, scaled by the learning rate; matrices only, never norms or biases."""
 
+    decay_embeddings: bool = True
+    """Decay the embedding table too, and with it an output head that is tied to it."""
+
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 class MuonAdamWConfig(BaseConfig):
@@ -62,6 +65,9 @@ class MuonAdamWConfig(BaseConfig):
     muon_ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
     """Coefficients a, b, c of X <- a X + (b A + c A^2) X with A = X X^T."""
 
+    muon_ns_dtype: Literal["bf16", "fp32"] = "bf16"
+    """Numbers of the Newton-Schulz iteration; ``fp32`` is slower on a GPU and often faster on a CPU."""
+
     muon_eps: PositiveFloat = 1e-7
     """Guards the division by the Frobenius norm."""
 
@@ -79,7 +85,7 @@ class MuonAdamWConfig(BaseConfig):
     """Added to the root of AdamW's second moment."""
 
     adamw_weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of the embeddings and the output head."""
+    """Decoupled weight decay of the embeddings, the output head, adapters and routers."""
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -114,7 +120,7 @@ class ManoAdamWConfig(BaseConfig):
     """Added to the root of AdamW's second moment."""
 
     adamw_weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of the embeddings and the output head."""
+    """Decoupled weight decay of the embeddings, the output head, adapters and routers."""
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -149,7 +155,7 @@ class NoraNAdamWConfig(BaseConfig):
     """Added to the root of NAdamW's second moment."""
 
     nadamw_weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of the embeddings and the output head."""
+    """Decoupled weight decay of the embeddings, the output head, adapters and routers."""
 
 
 OptimizerConfig = Annotated[

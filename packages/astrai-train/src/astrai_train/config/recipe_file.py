@@ -111,6 +111,21 @@ class RecipeFile:
         return line
 
 
+def parse_value(text: str) -> Any:
+    """Read a value as it would stand behind the colon of a recipe's field.
+
+    Raises
+    ------
+    ConfigError
+        If it is not YAML.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        raise ConfigError(f"{text!r} is not valid YAML: {problem}") from None
+
+
 def _first_key_not_text(value: object) -> object:
     inner: Iterable[object] = ()
     if isinstance(value, dict):

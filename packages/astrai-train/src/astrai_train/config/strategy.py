@@ -23,6 +23,9 @@ class SeqConfig(BaseConfig):
     label_smoothing: Share = 0.0
     """Share of the target's probability that is spread evenly over the vocabulary."""
 
+    loss_chunk_tokens: PositiveInt = 2048
+    """Tokens whose logits exist at once; fewer need less memory."""
+
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 class SFTConfig(BaseConfig):
@@ -33,6 +36,9 @@ class SFTConfig(BaseConfig):
 
     label_smoothing: Share = 0.0
     """Share of the target's probability that is spread evenly over the vocabulary."""
+
+    loss_chunk_tokens: PositiveInt = 2048
+    """Tokens whose logits exist at once; fewer need less memory."""
 
     neftune_alpha: PositiveFloat | None = None
     """Strength of NEFTune's noise on the embeddings while training (arXiv 2310.05914; 5 to 15 there); null is off."""

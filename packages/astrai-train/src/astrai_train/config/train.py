@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import Any, Self
@@ -10,6 +11,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -108,23 +110,45 @@ class TrainConfig(BaseConfig):
             raise ConfigError(explain(error, cls).message) from None
 
     @classmethod
-    def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
+    def from_yaml(cls, path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Self:
         """Read a recipe.
+
+        Parameters
+        ----------
+        overrides
+            Dotted field (``optimizer.lr``) -> value that takes the place of the recipe's.
 
         Raises
         ------
         ConfigError
             One line that names the file, the line (of a missing field: that of the mapping it is missing from) and
-            the dotted field.
+            the dotted field; the field alone where it is overridden.
         """
         recipe = RecipeFile(path)
+        data = copy.deepcopy(recipe.data)
+        for dotted, value in (overrides or {}).items():
+            *groups, last = dotted.split(".")
+            inner = data
+            for group in groups:
+                if not isinstance(inner.get(group), dict):
+                    inner[group] = {}
+                inner = inner[group]
+            inner[last] = value
         try:
-            return cls(**recipe.data)
+            return cls(**data)
         except ValidationError as error:
             found = explain(error, cls)
+            prefixes = {".".join(map(str, found.path[:n])) for n in range(1, len(found.path) + 1)}
+            if prefixes & set(overrides or {}):
+                raise ConfigError(found.message) from None
             line = recipe.line_of(found.path)
             where = f"{recipe.path}:{line}" if line is not None else f"{recipe.path}"
             raise ConfigError(f"{where}: {found.message}") from None
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """Return the JSON schema of a recipe, a description, type and bounds for every field."""
+        return TypeAdapter(cls).json_schema()
 
     def to_yaml(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe with every field spelt out, defaults included; the file is replaced whole or not at all.

@@ -1,0 +1,1 @@
+"""Training data: pre-tokenised stores, packing into rows, sampling, and batches."""

@@ -1,0 +1,1 @@
+"""From files of text, conversations and preferences to pre-tokenised stores."""

@@ -1,0 +1,204 @@
+"""Samples to token ids and masks, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from astrai_core.errors import ChatTemplateError, ConfigError, RequestError
+from astrai_core.tokenizer.tokenizer import Tokenizer
+from astrai_train.data.preprocess.chat_mask import ChatMasker, Spans
+from astrai_train.data.preprocess.config import PreprocessConfig
+from astrai_train.data.preprocess.records import BadRow, Completion, Conversation, DroppedRow, Pair, Prompt, Sample
+
+Row = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One text of a sample."""
+
+    text: str
+    spans: Spans | None
+    """Supervised characters; None where no mask is wanted."""
+    special: bool
+    """Whether the tokenizer adds its special tokens; what a template rendered has them already."""
+    eos: bool
+    """Whether the text ends with the end-of-text token."""
+
+
+class Encoder:
+    """Turns samples into the rows of a store.
+
+    Parameters
+    ----------
+    config
+        Decides what is supervised and how texts end.
+    tokenizer
+        Whose ids these become.
+
+    Raises
+    ------
+    ConfigError, ChatTemplateError
+        If the chat template cannot be read, is missing or does not work.
+    """
+
+    def __init__(self, config: PreprocessConfig, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._eos = tokenizer.eos_token_id if config.append_eos else None
+        self._template = _template(config.chat_template, tokenizer)
+        self._variables = config.template_variables
+        self._masker: ChatMasker | None = None
+        if config.format in ("messages", "sharegpt", "alpaca"):
+            self._masker = self.masker
+
+    def encode(self, samples: Sequence[Sample]) -> list[Row | BadRow | DroppedRow]:
+        """Encode each sample; what cannot be encoded becomes its reason."""
+        prepared = [self._prepared(sample) for sample in samples]
+        parts = [part for item in prepared if not isinstance(item, BadRow) for part in item]
+        try:
+            encoded = iter(self._encoded(parts))
+        except (TypeError, RequestError):
+            # Some text is no valid Unicode; each sample by itself, so that the others are kept.
+            if len(samples) == 1:
+                return [BadRow("holds half of a surrogate pair (\\ud800 to \\udfff); send valid Unicode")]
+            return [row for sample in samples for row in self.encode([sample])]
+        rows: list[Row | BadRow | DroppedRow] = []
+        for sample, item in zip(samples, prepared, strict=True):
+            rows.append(item if isinstance(item, BadRow) else self._row(sample, [next(encoded) for _ in item]))
+        return rows
+
+    def _encoded(self, parts: list[_Part]) -> list[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+        """Ids and mask of each part."""
+        result: list[Any] = [None] * len(parts)
+        for special, masked in ((True, True), (True, False), (False, True), (False, False)):
+            mine = [i for i, part in enumerate(parts) if (part.special, part.spans is not None) == (special, masked)]
+            texts = [parts[i].text for i in mine]
+            if masked:
+                encodings = self._tokenizer.backend.encode_batch(texts, add_special_tokens=special)
+                for i, encoding in zip(mine, encodings, strict=True):
+                    result[i] = self._masked(encoding, parts[i])
+            else:
+                all_ids = self._tokenizer.encode_batch(texts, add_special_tokens=special)
+                for i, ids in zip(mine, all_ids, strict=True):
+                    ids = self._ended(ids) if parts[i].eos else ids
+                    result[i] = np.array(ids, np.int64), np.ones(len(ids), np.uint8)
+        return result
+
+    def _prepared(self, sample: Sample) -> list[_Part] | BadRow:
+        try:
+            if isinstance(sample, Pair):
+                return [self._part(sample.chosen), self._part(sample.rejected)]
+            return [self._part(sample)]
+        except BadRow as error:
+            return error
+
+    def _part(self, part: str | Conversation | Completion | Prompt) -> _Part:
+        if isinstance(part, str):
+            return _Part(part, None, special=True, eos=True)
+        if isinstance(part, Completion):
+            whole = part.prompt + part.completion
+            return _Part(whole, [(len(part.prompt), len(whole))], special=True, eos=True)
+        if isinstance(part, Conversation):
+            return _Part(*self.masker.spans(part), special=False, eos=False)
+        if isinstance(part.prompt, str):
+            return _Part(part.prompt, None, special=True, eos=False)
+        try:
+            text = self.masker.render(part.prompt, part.tools, generation_prompt=True)
+        except (RequestError, ChatTemplateError) as error:
+            raise BadRow(str(error)) from None
+        return _Part(text, None, special=False, eos=False)
+
+    @property
+    def masker(self) -> ChatMasker:
+        """Made at first use where records may be plain text, which needs no chat template."""
+        if self._masker is None:
+            self._masker = ChatMasker(self._tokenizer, self._template, self._variables)
+        return self._masker
+
+    def _row(
+        self, sample: Sample, encoded: list[tuple[NDArray[np.int64], NDArray[np.uint8]]]
+    ) -> Row | BadRow | DroppedRow:
+        ids, mask = encoded[0]
+        if isinstance(sample, str):
+            return {"input_ids": ids} if len(ids) else DroppedRow("empty text")
+        if isinstance(sample, Prompt):
+            columns = np.frombuffer(sample.columns.encode(), np.uint8)
+            return {"prompt": ids, "columns": columns} if len(ids) else DroppedRow("empty prompt")
+        if not all(mask.any() for _, mask in encoded):
+            return BadRow("no token is supervised; check the roles, the weights and the chat template")
+        if isinstance(sample, Pair):
+            return _split_pair(*encoded)
+        return {"input_ids": ids, "mask": mask}
+
+    def _masked(self, encoding: tokenizers.Encoding, part: _Part) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        ids = self._ended(encoding.ids) if part.eos else encoding.ids
+        mask = np.zeros(len(ids), np.uint8)
+        for start, stop in part.spans or []:
+            tokens = tokens_of(encoding, start, stop)
+            mask[tokens.start : tokens.stop] = 1
+        # The token that ends a completion is part of it, whether the tokenizer or this program put it there.
+        if part.eos and ids and ids[-1] == self._eos:
+            mask[-1] = 1
+        return np.array(ids, np.int64), mask
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        return ids if self._eos is None or (ids and ids[-1] == self._eos) else [*ids, self._eos]
+
+
+def tokens_of(encoding: tokenizers.Encoding, start: int, stop: int) -> range:
+    """Return the tokens that hold any character from `start` to `stop`.
+
+    Characters that a tokenizer drops belong to no token; a character of several tokens belongs to all of them.
+    """
+    first = next((t for c in range(start, stop) if (t := encoding.char_to_token(c)) is not None), None)
+    if first is None:
+        return range(0)
+    last = next(t for c in range(stop - 1, start - 1, -1) if (t := encoding.char_to_token(c)) is not None)
+    n_tokens = len(encoding)
+    while last + 1 < n_tokens and (chars := encoding.token_to_chars(last + 1)) is not None and chars[0] < stop:
+        if chars[0] == chars[1]:
+            break
+        last += 1
+    return range(first, last + 1)
+
+
+def _split_pair(
+    chosen: tuple[NDArray[Any], NDArray[Any]], rejected: tuple[NDArray[Any], NDArray[Any]]
+) -> Row | BadRow | DroppedRow:
+    """Cut both where the first supervised token of either stands, or they first differ: a common prefix of ids."""
+    starts = [int(np.argmax(mask)) for _, mask in (chosen, rejected)]
+    n_prompt = min(starts)
+    differ = np.flatnonzero(chosen[0][:n_prompt] != rejected[0][:n_prompt])
+    if len(differ):
+        n_prompt = int(differ[0])
+    ends = [len(mask) - int(np.argmax(mask[::-1])) for _, mask in (chosen, rejected)]
+    if not all(mask[start:end].all() for (_, mask), start, end in zip((chosen, rejected), starts, ends, strict=True)):
+        return BadRow("an answer has several turns; give pairs that differ in their last turn")
+    if n_prompt == 0:
+        return DroppedRow("empty prompt")
+    return {
+        "prompt": chosen[0][:n_prompt],
+        "chosen": chosen[0][n_prompt : ends[0]],
+        "rejected": rejected[0][n_prompt : ends[1]],
+    }
+
+
+def _template(given: str | None, tokenizer: Tokenizer) -> str | None:
+    """The name of one of the tokenizer's templates, or the source in a file."""
+    if given is None or (tokenizer.chat_template is not None and given in tokenizer.chat_template.names):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        names = ", ".join(tokenizer.chat_template.names) if tokenizer.chat_template else "none"
+        raise ConfigError(
+            f"field 'chat_template': {given!r} is neither a file that can be read ({error}) nor one of the tokenizer's "
+            f"templates ({names})"
+        ) from None

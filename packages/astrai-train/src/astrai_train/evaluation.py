@@ -1,0 +1,52 @@
+"""The loss on held-out data, measured without a trace in the run (training rule 8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from astrai_train.context import Evaluation, TrainContext
+from astrai_train.rng import rng_state, set_rng_state
+from astrai_train.strategy.base import step_loss
+
+
+def evaluate(context: TrainContext) -> Evaluation:
+    """Go once through every member of the validation set.
+
+    Modules are in evaluation mode meanwhile; modes, gradients and random streams are afterwards what they were.
+
+    Returns
+    -------
+    The mean loss over the supervised tokens of each member, and of the whole: the members' losses by their weights.
+    A member without a supervised token has no loss and no part in it.
+    """
+    losses: dict[str, float | None] = {}
+    total = weight = 0.0
+    with undisturbed(context.model), torch.no_grad():
+        for member, source in context.valid:
+            outputs = []
+            for batch in source:
+                with context.autocast():
+                    outputs.append(context.strategy(batch))
+            loss = losses[member.path] = step_loss(outputs).loss
+            if loss is not None:
+                total += member.weight * loss
+                weight += member.weight
+    return Evaluation(context.counters.step, total / weight if weight else None, losses)
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put `model` into evaluation mode; afterwards every module has its own mode, and every random stream its place."""
+    modes = {module: module.training for module in model.modules()}
+    streams = rng_state()
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        set_rng_state(streams)

@@ -1,0 +1,1 @@
+"""Figures about a run that are more than its loss."""
