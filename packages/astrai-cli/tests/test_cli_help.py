@@ -57,6 +57,8 @@ def test_the_flags_are_frozen() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself(run: Any, name: str) -> None:
     """The first line is the one of the table, and every flag stands in a panel with a help text."""
+    if name == "train":
+        pytest.importorskip("astrai_train", reason="its flags are the fields of a recipe, which astrai-train knows")
     shown = run(name, "--help")
     assert shown.exit_code == 0
     lines = [line.strip(" │") for line in shown.stdout.splitlines()]
