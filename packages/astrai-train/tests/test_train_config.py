@@ -189,7 +189,8 @@ def test_fields_that_fit_each_other(recipe: Recipe) -> None:
         {"data.valid": [{"path": "held_out"}], "eval_interval": 5, "early_stop_patience": 2},
         {"data.packing": "bfd", "data.overlong": "drop"},
     ):
-        TrainConfig.from_dict(recipe(changes))
+        config = TrainConfig.from_dict(recipe(changes))
+        assert TrainConfig.from_dict(config.to_dict()) == config, changes
 
 
 def test_accumulation_shares_the_batch_evenly(recipe: Recipe) -> None:

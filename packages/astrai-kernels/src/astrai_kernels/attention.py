@@ -164,7 +164,8 @@ def decode_attention(
         that sees nothing, whose output is zero.
     overlap : bool
         Promise that all keys and values but those of the newest `q_len` positions were written two launches ago or
-        earlier: they are then fetched while the launch before this one still runs.
+        earlier, and that the launch before this one is not :func:`linear`, which lets its successor in early: they are
+        then fetched while the launch before this one still runs.
 
     Returns
     -------
