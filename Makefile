@@ -43,7 +43,7 @@ KERNEL_SOURCES := $(shell find $(KERNELS) -path '*/build' -prune -o -type f \
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.user.stamp  ## Install what a user needs, then let a real model answer on this machine's CPU or GPU
+demo: $(VENV)/.user.stamp  ## Install what a user needs; then a real model answers, and a small one is trained, on this CPU or GPU
 	@$(BIN)/astrai quickstart
 
 venv: $(VENV)/.developer.stamp  ## Install the wheels from this tree, editable, with everything that tests and checks need

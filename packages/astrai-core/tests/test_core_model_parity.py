@@ -31,6 +31,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "llama-tied-bias": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -48,6 +49,14 @@ FAMILIES = {
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "qwen3-tied-bias": ("Qwen3Config", {"head_dim": 24, "tie_word_embeddings": True, "attention_bias": True}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "qwen2-moe": ("Qwen2MoeConfig", MOE | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2}),
+    "qwen2-moe-window": (
+        "Qwen2MoeConfig",
+        MOE
+        | {"shared_expert_intermediate_size": 20, "use_sliding_window": True, "sliding_window": 5, "qkv_bias": False},
+    ),
+    "qwen3-moe": ("Qwen3MoeConfig", MOE | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-window": ("Qwen3MoeConfig", MOE | {"head_dim": 8, "use_sliding_window": True, "sliding_window": 6}),
 }
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
 

@@ -84,12 +84,16 @@ def taken(monkeypatch):
     def kernel(name, answer):
         return lambda *a, **b: (names.append(name), answer(*a, **b))[1]
 
+    def linear(x, weight, *, bias, fixed_order):
+        names.append("linear in fixed order" if fixed_order else "linear")
+        return F.linear(x, weight, bias)
+
     modules = {
         "elementwise": SimpleNamespace(
             embedding=kernel("embedding", lambda ids, table: table[ids]),
             gated_activation=kernel("gated_activation", lambda x, kind: x[..., : x.shape[-1] // 2]),
         ),
-        "projection": SimpleNamespace(linear=kernel("linear", lambda x, weight, *, bias: F.linear(x, weight, bias))),
+        "projection": SimpleNamespace(linear=linear),
         "rotary": SimpleNamespace(apply_rotary=kernel("rotary", lambda q, k, *a, interleaved: (q, k))),
     }
     monkeypatch.setattr(kernels, "module", modules.__getitem__)
@@ -118,16 +122,32 @@ def test_kernels_in_inference_and_twins_with_gradients(taken):
 
 @torch.no_grad()
 def test_linear_takes_the_kernel_where_it_can(taken):
-    """Half precision, up to eight contiguous rows at multiples of 16 bytes; everything else is the library's."""
+    """Half precision, up to KERNEL_ROWS contiguous rows at multiples of 16 bytes; everything else is the library's."""
     x, weight = torch.randn(256, 64, dtype=torch.float16), torch.randn(33, 64, dtype=torch.float16)
-    for ours in (x[:1], x[:8], x[3, None], x[:8].view(2, 4, 64)):
+    most = ops.KERNEL_ROWS
+    for ours in (x[:1], x[:most], x[3, None], x[:8].view(2, 4, 64)):
         ops.linear(ours, weight)
     assert len(taken) == 4
-    for other in (x[:9], x[:4, :48], x[:4].float(), x.view(-1)[4 : 4 + 64][None]):
+    for other in (x[: most + 1], x[:4, :48], x[:4].float(), x.view(-1)[4 : 4 + 64][None]):
         ops.linear(other, weight[:, : other.shape[1]].to(other.dtype).clone())
     ops.linear(x[:4], torch.randn(64, 33, dtype=torch.float16).t())
     ops.linear(x[:4, :60].clone(), weight[:, :60].clone())
     assert len(taken) == 4
+
+
+@torch.no_grad()
+def test_deterministic_mode_sends_every_row_to_the_kernel(taken):
+    """The reduction contract: how many rows there are, and how they lie in memory, must not choose another product."""
+    x, weight = torch.randn(256, 64, dtype=torch.float16), torch.randn(33, 48, dtype=torch.float16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for ours in (x[:1, :48], x[:9, :48], x[:, :48], x[:, :48].view(2, 128, 48)):
+            torch.testing.assert_close(ops.linear(ours, weight), F.linear(ours, weight))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert taken == ["linear in fixed order"] * 4
+    ops.linear(x[: ops.KERNEL_ROWS + 1, :48].contiguous(), weight)
+    assert len(taken) == 4, "outside of it, more rows are the library's"
 
 
 def test_the_model_compiles_whole():

@@ -70,7 +70,7 @@ def check(case: Case, obeys_rule, **options: object) -> None:
     out, lse = case.run(**options)
     exact, exact_lse = case.twin(torch.float32, **options)
     obeys_rule(out, exact, case.twin(case.dtype, **options)[0])
-    torch.testing.assert_close(lse, exact_lse, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-4, atol=4e-3)  # of weights rounded to bf16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

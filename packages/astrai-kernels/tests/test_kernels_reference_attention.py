@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from astrai_kernels.reference_attention import decode_attention
+from astrai_kernels.reference_attention import decode_attention, prefill_attention
 
 LENS = [40, 7, 3]
 
@@ -58,3 +58,29 @@ def test_a_request_without_keys_gives_zeros() -> None:
     out, lse = decode_attention(q, k, v, torch.tensor([0, 7, 3]), req_to_token=table)
     assert not out[0].any()
     assert lse[0].isneginf().all()
+
+
+def narrowed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 with a scale per row and head, as the reference of qkv_norm_rope_write rounds."""
+    scales = x.float().abs().amax(-1) / 448
+    return (x.float() / scales.unsqueeze(-1)).to(torch.float8_e4m3fn), scales
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_an_e4m3_cache_is_its_elements_times_their_scales(contiguous: bool) -> None:
+    """The same as over the widened cache, in decode and in prefill, and near to the unrounded one."""
+    q, k, v, table = operands(2)
+    where = {} if contiguous else {"req_to_token": table}
+    if contiguous:
+        k, v = (torch.stack([x[slots.long()] for slots in table]) for x in (k, v))
+    (k8, k_scale), (v8, v_scale) = narrowed(k), narrowed(v)
+    wide_k, wide_v = k8.float() * k_scale.unsqueeze(-1), v8.float() * v_scale.unsqueeze(-1)
+    lens, indptr = torch.tensor(LENS), torch.tensor([0, 2, 4, 6])
+    out, lse = decode_attention(q, k8, v8, lens, q_len=2, k_scale=k_scale, v_scale=v_scale, **where)
+    expected, expected_lse = decode_attention(q, wide_k, wide_v, lens, q_len=2, **where)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    ragged, _ = prefill_attention(q, k8, v8, indptr, lens, k_scale=k_scale, v_scale=v_scale, **where)
+    torch.testing.assert_close(ragged, out)
+    exact, _ = decode_attention(q, k, v, lens, q_len=2, **where)
+    assert 1e-4 < (out - exact).abs().max() < 0.1, "e4m3 has three bits"

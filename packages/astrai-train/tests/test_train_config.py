@@ -167,7 +167,15 @@ def test_an_architecture_is_a_path_or_plain_data(recipe: Recipe, error_of: Error
         ({"data.packing": "simple", "data.overlong": "drop"}, "'data.overlong': packing 'simple'"),
         ({"parallel.reshard_after_forward": True}, "'parallel.reshard_after_forward': mode 'none'"),
         ({"precision.gradient_checkpointing_modules": ["MLP"]}, "activation_checkpointing 'none' does not use it"),
-        ({"precision.activation_checkpointing": "selective"}, "needs at least one module"),
+        ({"precision.checkpointing_every": 2}, "activation_checkpointing 'none' does not use it"),
+        (
+            {
+                "precision.activation_checkpointing": "selective",
+                "precision.checkpointing_every": 2,
+                "precision.gradient_checkpointing_modules": ["SwiGLU"],
+            },
+            "'precision.gradient_checkpointing_modules': checkpointing_every counts decoder blocks",
+        ),
         ({"strategy": {"name": "dpo", "loss": "cdpo"}}, "'strategy.label_smoothing': loss 'cdpo'"),
         ({"strategy": {"name": "dpo", "label_smoothing": 0.1}}, "'strategy.label_smoothing': loss 'sigmoid'"),
         ({"strategy": {"name": "dpo", "simpo_gamma": 0.5}}, "'strategy.simpo_gamma': loss 'sigmoid'"),

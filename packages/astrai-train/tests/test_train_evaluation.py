@@ -71,12 +71,12 @@ def test_it_leaves_no_trace(run_recipe: Recipe, text_store: Path) -> None:
         yield from source
 
     context.valid = [(member, drawing())]
-    before, streams = [module.training for module in context.model.modules()], rng_state()
+    before, streams = [module.training for module in context.model.modules()], rng_state(torch.device("cpu"))
     evaluate(context)
     assert [module.training for module in context.model.modules()] == before
     assert all(value.grad is None for value in context.model.parameters())
-    assert torch.equal(rng_state()["torch"], streams["torch"])
-    assert rng_state()["python"] == streams["python"]
+    assert torch.equal(rng_state(torch.device("cpu"))["torch"], streams["torch"])
+    assert rng_state(torch.device("cpu"))["python"] == streams["python"]
 
 
 def test_a_run_with_evaluations_is_the_run_without(run_recipe: Recipe, text_store: Path, tmp_path: Path) -> None:

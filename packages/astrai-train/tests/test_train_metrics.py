@@ -13,6 +13,8 @@ import torch
 from rich.console import Console
 
 from astrai_core import AutoModel, ModelConfig
+from astrai_core.config.lora import LoRAConfig
+from astrai_core.model.lora import apply_lora
 from astrai_train import TrainConfig
 from astrai_train.callbacks.metrics_file import keep_lines
 from astrai_train.callbacks.progress import ProgressBar
@@ -21,7 +23,7 @@ from astrai_train.run import train
 
 
 def test_flops_by_hand() -> None:
-    """6 FLOPs a token for each weight of a matrix product, 12 L H T for attention, by document."""
+    """6 FLOPs a token for each weight of a matrix product, 6 L H T for causal attention, by document."""
     config = {
         "model_type": "llama",
         "vocab_size": 11,
@@ -36,7 +38,29 @@ def test_flops_by_hand() -> None:
     counter = mfu.FlopsCounter(AutoModel.from_config(ModelConfig.from_dict(config), device="cpu"))
     matrices = 3 * (8 * (8 + 4 + 4) + 8 * 8 + 3 * 8 * 6) + 8 * 11
     assert counter.matrix_weights == matrices
-    assert counter.of((5, 2)) == 6 * matrices * 7 + 12 * 3 * 2 * 4 * (25 + 4)
+    assert counter.of((5, 2)) == 6 * matrices * 7 + 6 * 3 * 2 * 4 * (25 + 4)
+
+
+def test_flops_of_adapters_and_experts_by_hand() -> None:
+    """A frozen weight costs no gradient of its own; of 4 experts a token goes through 2, and through the shared one."""
+    config = {
+        "model_type": "qwen2_moe",
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 99,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 5,
+        "shared_expert_intermediate_size": 7,
+    }
+    model = AutoModel.from_config(ModelConfig.from_dict(config), device="cpu")
+    matrices = 8 * 16 + 8 * 8 + 4 * 8 + 2 * 3 * 8 * 5 + 3 * 8 * 7 + 8 + 8 * 11
+    assert mfu.FlopsCounter(model).of((1,)) == 6 * matrices + 6 * 2 * 4
+    apply_lora(model, LoRAConfig(rank=2, target_modules=("q_proj",)))
+    assert mfu.FlopsCounter(model).of((1,)) == 4 * matrices + 6 * 2 * (8 + 8) + 6 * 2 * 4
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def recipes(draw: st.DrawFn) -> TrainConfig:
             parallel=st.sampled_from([{"mode": "ddp"}, {"mode": "fsdp", "reshard_after_forward": True}]),
             precision=group(
                 dtype=st.sampled_from(["bf16_mixed", "bf16", "fp32"]),
-                compile=st.booleans(),
+                compile=st.sampled_from(["none", "default", "max-autotune"]),
                 activation_checkpointing_=st.just("selective"),
                 gradient_checkpointing_modules_=MODULES,
             ),
@@ -128,6 +128,10 @@ def recipes(draw: st.DrawFn) -> TrainConfig:
             ),
         )
     )
+    if data["strategy"]["name"] == "dpo":  # pairs are not packed
+        data["data"].pop("packing", None)
+    if "pretrained" not in data["model"]:  # there is nothing to adapt
+        data.pop("lora", None)
     return TrainConfig.from_dict(data | draw(st.sampled_from([{"max_steps": 100}, {"epochs": 0.5}])))
 
 

@@ -72,6 +72,9 @@ CASES: dict[str, dict[str, Any]] = {
     "workers": {"data.workers": 2},
     "bf16 compute": {"precision.dtype": "bf16_mixed"},
     "bf16 weights": {"precision.dtype": "bf16"},
+    "average of the weights": {"ema_decay": 0.9},
+    "average of bf16 weights": {"ema_decay": 0.9, "precision.dtype": "bf16"},
+    "recomputation": {"precision.activation_checkpointing": "full", "model.architecture.attention_dropout": 0.2},
     "muon": {"optimizer": {"name": "muon_adamw", "lr": 1e-2}},
     "mano": {"optimizer": {"name": "mano_adamw", "lr": 1e-2}},
     "nora": {"optimizer": {"name": "nora_nadamw", "lr": 1e-2}},
@@ -101,6 +104,9 @@ def test_twenty_steps_are_seven_and_thirteen(
     expected = final_weights(straight, 20)
     for name, value in final_weights(broken, 20).items():
         assert torch.equal(value, expected[name]), name
+    assert (tmp_path / "straight" / "ema").exists() == ("ema_decay" in changes)
+    for file in (tmp_path / "straight" / "ema").glob("*.safetensors"):
+        assert (tmp_path / "broken" / "ema" / file.name).read_bytes() == file.read_bytes()
 
 
 def test_dropout_drops(run_recipe: Recipe, tmp_path: Path) -> None:

@@ -27,14 +27,17 @@ class Entry(NamedTuple):
 START, USE, MAKE, FILES, SHELL = "Start here", "Use a model", "Make a model", "Model files", "Shell"
 
 COMMANDS = {
-    "quickstart": Entry("quickstart:quickstart", "See a small real model answer, and what to try next.", START),
+    "quickstart": Entry("quickstart:quickstart", "See small models answer and learn, and what to try next.", START),
     "doctor": Entry("doctor:doctor", "Show versions, devices and kernels, and what to install.", START),
     "chat": Entry("chat:chat", "Talk to a model.", USE),
     "generate": Entry("generate:generate", "Complete one prompt, or a file of them.", USE),
+    "serve": Entry("serve:serve", "Serve a model over HTTP: the OpenAI and Anthropic APIs.", USE),
     "bench": Entry("bench:bench", "Measure decode, prefill and start-up speed, beside transformers.", USE),
+    "tokenizer": Entry("tokenizer:tokenizer", "Train a tokenizer on text.", MAKE),
     "preprocess": Entry("preprocess:preprocess", "Turn text, chats or preferences into tokens to train on.", MAKE),
     "data": Entry("data:data", "Look at tokens to train on.", MAKE),
     "train": Entry("train:train", "Train a model by a recipe.", MAKE),
+    "report": Entry("report:report", "Draw the curves of a training run as an HTML page.", MAKE),
     "inspect": Entry("inspect:inspect", "Show architecture, size, memory, tokenizer and template.", FILES),
     "convert": Entry("convert:convert", "Turn a GGUF or other model into a Hugging Face directory.", FILES),
     "completion": Entry("completion:completion", "Print the completion script of bash, zsh or fish.", SHELL),

@@ -108,7 +108,7 @@ def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Longest prompt and completion together, in tokens; by default the model's context.",
         ),
     )
-    return _stack(flags, collected)
+    return stack(flags, collected)
 
 
 # (flag, type, metavar, panel, help); the range of a value is checked by SamplingParams alone.
@@ -140,7 +140,7 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(f"--{flag}", type=kind, metavar=metavar, panel=panel, help=text, multiple=kind is str)
         for flag, kind, metavar, panel, text in _SAMPLING
     )
-    return _stack(flags, collected)
+    return stack(flags, collected)
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def blame(flag: str | None, *errors: type[Exception]) -> Iterator[None]:
         raise click.UsageError(f"{flag}: {message}" if flag else message, click.get_current_context()) from error
 
 
-def _stack(flags: Any, command: Callable[..., Any]) -> Callable[..., Any]:
+def stack(flags: Any, command: Callable[..., Any]) -> Callable[..., Any]:
     """Apply option decorators so that the help shows them in the order given."""
     for flag in reversed(tuple(flags)):
         command = flag(command)

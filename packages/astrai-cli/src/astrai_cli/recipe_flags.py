@@ -26,6 +26,7 @@ PANELS = {
     "data": "Data",
     "strategy": "Strategy",
     "optimizer": "Optimizer",
+    "ema_decay": "Optimizer",
     "lr_schedule": "Learning rate",
     "precision": "Numbers and memory",
     "lora": "LoRA",
@@ -35,6 +36,8 @@ PANELS = {
 }
 """The panel of each top-level field, in the order of the help; a field that is not listed gets a panel of its own."""
 
+ALIASES = {"log.metrics": "--metrics"}
+"""A second spelling of a field's flag (row TR3)."""
 
 SHORT = 16
 """Longest list of choices that stands in a flag's place for its value; longer ones end its help."""
@@ -67,7 +70,7 @@ class Leaf:
         top = self.path.partition(".")[0]
         text = f"[{', '.join(self.only)}] {self.help}" if self.only else self.help
         return click.RichOption(
-            [self.flag, self.parameter],
+            [self.flag, *([ALIASES[self.path]] if self.path in ALIASES else []), self.parameter],
             metavar=self.metavar,
             default=None,
             show_default=False,
@@ -157,7 +160,7 @@ def _leaf(path: str, given: Mapping[str, Any], kinds: list[Mapping[str, Any]]) -
         kind, metavar = "text", "|".join(choices) if 0 < len("|".join(choices)) < SHORT else "TEXT"
     else:
         kind, metavar = "yaml", "N" if types == {"integer"} else "X"
-    words = re.sub(r"`+", "", " ".join(str(given.get("description", "")).split()))
+    words = re.sub(r"`+| \(row \w+\)", "", " ".join(str(given.get("description", "")).split()))
     if choices and metavar == "TEXT":
         words += f" One of {', '.join(choices)}."
     default = given.get("default")

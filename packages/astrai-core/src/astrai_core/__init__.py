@@ -12,10 +12,13 @@ from astrai_core._version import __version__
 
 if TYPE_CHECKING:
     from astrai_core.auto import AutoModel, AutoTokenizer
+    from astrai_core.checkpoint.adapter import load_adapter, save_adapter
     from astrai_core.checkpoint.hf_adapter import save_pretrained
     from astrai_core.checkpoint.source import open_source
+    from astrai_core.config.lora import LoRAConfig
     from astrai_core.config.model import ModelConfig, RopeParameters
     from astrai_core.errors import AstraiError
+    from astrai_core.model.lora import apply_lora, merge_lora, unmerge_lora
     from astrai_core.model.transformer import CausalLM, CausalLMOutput
     from astrai_core.tokenizer.tokenizer import Tokenizer
     from astrai_core.types import Completion, Request, SamplingParams, TokenLogprobs, Usage
@@ -27,6 +30,7 @@ _EXPORTS = {
     "CausalLM": "model.transformer",
     "CausalLMOutput": "model.transformer",
     "Completion": "types",
+    "LoRAConfig": "config.lora",
     "ModelConfig": "config.model",
     "Request": "types",
     "RopeParameters": "config.model",
@@ -34,8 +38,13 @@ _EXPORTS = {
     "TokenLogprobs": "types",
     "Tokenizer": "tokenizer.tokenizer",
     "Usage": "types",
+    "apply_lora": "model.lora",
+    "load_adapter": "checkpoint.adapter",
+    "merge_lora": "model.lora",
     "open_source": "checkpoint.source",
+    "save_adapter": "checkpoint.adapter",
     "save_pretrained": "checkpoint.hf_adapter",
+    "unmerge_lora": "model.lora",
 }
 
 __all__ = [
@@ -45,6 +54,7 @@ __all__ = [
     "CausalLM",
     "CausalLMOutput",
     "Completion",
+    "LoRAConfig",
     "ModelConfig",
     "Request",
     "RopeParameters",
@@ -53,8 +63,13 @@ __all__ = [
     "Tokenizer",
     "Usage",
     "__version__",
+    "apply_lora",
+    "load_adapter",
+    "merge_lora",
     "open_source",
+    "save_adapter",
     "save_pretrained",
+    "unmerge_lora",
 ]
 
 

@@ -36,6 +36,29 @@ Float = Annotated[float, BeforeValidator(_not_bool)]
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
+class StructuredOutput(BaseConfig):
+    """The language that a completion must belong to: one of `json_schema`, `regex`, `choice` and `grammar`."""
+
+    json_schema: dict[str, Any] | None = None
+    """The completion is a JSON document that this schema admits; ``{}`` admits any."""
+    regex: str | None = None
+    """The whole completion matches."""
+    choice: Strings = ()
+    """The completion is one of these texts."""
+    grammar: str | None = None
+    """A context-free grammar in llguidance's variant of Lark, whose start rule is ``start``."""
+    think: Literal["no", "may", "opened"] = "no"
+    """Free text between ``<think>`` and ``</think>`` may come first; "opened": the prompt ends inside of it."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> StructuredOutput:
+        given = [self.json_schema is not None, self.regex is not None, bool(self.choice), self.grammar is not None]
+        if sum(given) != 1:
+            raise ValueError(f"{sum(given)} of json_schema, regex, choice and grammar are given; give exactly one")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class SamplingParams(BaseConfig):
     """How one request is sampled; vLLM's names. Illegal values raise, naming field, value and legal range.
 
@@ -49,7 +72,7 @@ class SamplingParams(BaseConfig):
     """Divides the logits; 0 is exact argmax."""
     top_p: Float = Field(default=1.0, gt=0, le=1)
     """Keep the smallest set of tokens whose probabilities reach this mass; 1 is off."""
-    top_k: Int = Field(default=0, ge=-1)
+    top_k: Int = Field(default=0, ge=-1, le=2**31 - 1)
     """Keep the k likeliest tokens; 0, -1 and None are off."""
     min_p: Float = Field(default=0.0, ge=0, le=1)
     """Drop tokens below this share of the likeliest token's probability; 0 is off."""
@@ -87,6 +110,8 @@ class SamplingParams(BaseConfig):
     """Keep the stop string that ended the completion in its text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    structured: StructuredOutput | None = None
+    """The completion must belong to this language; it ends when it is complete."""
 
     @field_validator("top_k", mode="before")
     @classmethod
@@ -119,6 +144,11 @@ class SamplingParams(BaseConfig):
             raise ValueError("allowed_token_ids is empty, so no token could be sampled; give ids or leave it out")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must be <= max_tokens ({self.max_tokens})")
+        if self.structured is not None and (self.min_tokens or self.ignore_eos or self.allowed_token_ids is not None):
+            raise ValueError(
+                "structured decides when the completion ends and of what: leave out min_tokens, ignore_eos "
+                "and allowed_token_ids"
+            )
         return self
 
     @property

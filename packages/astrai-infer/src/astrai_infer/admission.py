@@ -11,6 +11,7 @@ from astrai_core.errors import RequestError
 from astrai_core.tokenizer.tokenizer import Tokenizer
 from astrai_core.types import MAX_SEED, Request, SamplingParams
 from astrai_infer.call import Message, Prompt, is_conversation
+from astrai_infer.sampling.grammar import Grammar, GrammarCompiler
 from astrai_infer.task import Delta, Task
 from astrai_infer.text.detokenize import TextStream
 
@@ -28,6 +29,8 @@ class TaskFactory:
         Tokens that one request alone can hold in the KV cache.
     seed
         Seeds the requests that bring none.
+    grammars
+        For requests with structured output; without it they are refused.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class TaskFactory:
         max_seq_len: int,
         capacity: int,
         seed: int,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -46,6 +50,7 @@ class TaskFactory:
         self._max_seq_len = max_seq_len
         self._capacity = capacity
         self._seeds = random.Random(seed)
+        self._grammars = grammars
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Turn one prompt into token ids: text as it is, a conversation through the chat template.
@@ -79,6 +84,7 @@ class TaskFactory:
                 "shorten the prompt or raise max_seq_len"
             )
         eos = frozenset() if params.ignore_eos else self._eos_ids
+        grammar = self._grammar(params)
         tasks: list[Task] = []
         for index in range(params.n):
             task = Task(
@@ -94,6 +100,7 @@ class TaskFactory:
                 prompt_index=prompt_index,
                 priority=request.priority,
                 first=tasks[0] if tasks else None,
+                grammar=grammar if grammar is None or not index else grammar.copy(),
             )
             tasks.append(task)
         return tasks
@@ -111,6 +118,13 @@ class TaskFactory:
             if ids and not (min(ids) >= 0 and max(ids) < vocab):
                 bad = next(i for i in ids if not 0 <= i < vocab)
                 raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {vocab}; correct it")
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured is None:
+            return None
+        if self._grammars is None:
+            raise RequestError("structured: this engine has no vocabulary to constrain; leave it out")
+        return self._grammars.compile(params.structured)
 
     def _seed(self, seed: int | None, index: int) -> int:
         """Derive a choice's seed; a request without one draws it from the engine's."""

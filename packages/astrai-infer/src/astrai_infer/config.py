@@ -19,6 +19,9 @@ class EngineConfig(BaseConfig):
     """Requests that run at once; the others wait."""
     max_batch_tokens: int = Field(default=2048, gt=0)
     """Token budget of one step, shared by decoding requests (one token each) and chunks of prompts."""
+    max_chunk_tokens: int | None = Field(default=None, gt=0)
+    """Most tokens of prompts in a step in which other requests decode. Few keep the time between tokens even, many finish
+    prompts sooner; None leaves them the whole budget."""
     max_waiting: int = Field(default=65536, gt=0)
     """Requests that may wait; one more is refused."""
     page_size: Literal[1, 8, 16, 32, 64] = 16
@@ -31,11 +34,20 @@ class EngineConfig(BaseConfig):
     kv_cache_bytes: int | None = Field(default=None, gt=0)
     """Memory of the KV cache; None sizes it from ``memory_fraction`` and what the limits above can use."""
     memory_fraction: float = Field(default=0.85, gt=0, le=1)
-    """Share of the free memory of a CUDA device, after the weights, that the KV cache may take."""
+    """Share of the free memory of a CUDA device, after the weights, that the engine may take: for the KV cache, and for
+    what its steps need."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Storage type of keys and values; "auto" is the model's."""
+    speculation: Literal["ngram"] | None = None
+    """Guess what comes next and check several guesses in one step, which changes no token. "ngram": what followed the same
+    tokens earlier in the prompt or the answer; for text that repeats itself, with few requests at a time."""
+    max_draft_tokens: int = Field(default=5, ge=1, le=31)
+    """Most guesses for a request in a step."""
     backend: str | None = None
     """Attention backend by name; None picks by priority (see ``ASTR_BACKEND``)."""
+    cuda_graphs: bool | None = None
+    """Capture steps once and replay them. None: on a CUDA device, if the backend allows it; True: refuse to start where it
+    cannot be done."""
     pack_weights: bool = True
     """On a CPU with room for it, keep a second copy of fp32 weights in the layout that decoding reads fastest."""
     seed: int = Field(default=0, ge=0)

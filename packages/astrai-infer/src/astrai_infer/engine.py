@@ -22,12 +22,12 @@ from astrai_core.model.transformer import CausalLM
 from astrai_core.tokenizer.tokenizer import Tokenizer
 from astrai_core.types import Request
 from astrai_infer.admission import TaskFactory
-from astrai_infer.cache.pool import PagePool
-from astrai_infer.cache.sizing import can_hold_packed, context_len, plan_cache, resolve_kv_dtype
+from astrai_infer.cache.sizing import can_hold_packed, context_len, resolve_kv_dtype
 from astrai_infer.call import Call, Params, Prompt, Prompts, Result, as_ids, is_list_of_prompts, params_for, refusal
 from astrai_infer.config import EngineConfig
 from astrai_infer.metrics import Health
-from astrai_infer.runtime.executor import Executor
+from astrai_infer.runtime.build import build_runtime
+from astrai_infer.sampling.grammar import GrammarCompiler
 from astrai_infer.scheduler import InferenceScheduler
 from astrai_infer.task import Delta
 
@@ -63,31 +63,20 @@ class InferenceEngine:
         self._packs = self.config.pack_weights and can_hold_packed(model)
         if self._packs:
             model.pack_weights()
-        plan = plan_cache(model, self.config)
-        self.max_seq_len = plan.max_seq_len
-        self.pool = PagePool(
-            plan.specs,
-            plan.n_pages,
-            plan.page_size,
-            plan.n_rows,
-            plan.max_seq_len,
-            model.device,
-            chunk_len=self.config.max_batch_tokens,
-            prefix_cache=self.config.prefix_cache and self.config.cache_mode == "paged",
-            contiguous=self.config.cache_mode == "contiguous",
-        )
-        kv_dtype = resolve_kv_dtype(self.config, model.dtype)
-        backend = resolve_backend(self.config.backend, model.device, model.config.head_dim, model.dtype, kv_dtype)
+        runtime = build_runtime(model, self.config)
+        self.pool = runtime.pool
+        self.max_seq_len = runtime.plan.max_seq_len
         self.tasks = TaskFactory(
             tokenizer,
             vocab_size=model.config.vocab_size,
             eos_ids=self.eos_ids,
-            max_seq_len=plan.max_seq_len,
+            max_seq_len=self.max_seq_len,
             capacity=self.pool.capacity,
             seed=self.config.seed,
+            grammars=GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_ids),
         )
-        executor = Executor(model, self.pool, backend, plan.n_rows, self.config.max_batch_tokens)
-        self.scheduler = InferenceScheduler(self.config, self.pool, executor, self.tasks.make)
+        self._executor = runtime.executor
+        self.scheduler = InferenceScheduler(self.config, self.pool, self._executor, self.tasks.make)
         self._request_numbers = itertools.count(1)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -176,6 +165,20 @@ class InferenceEngine:
         deltas = self._stream_async(prompts, params)
         return deltas if stream else self._collect_async(prompts, params)
 
+    def submit(self, request: Request, deliver: Callable[[Delta], None], prompt_index: int = 0) -> None:
+        """Queue one request and return; `deliver` gets its deltas, in the thread that steps.
+
+        Raises
+        ------
+        RequestError
+            If it can never be served, or the queue is full.
+        EngineError
+            If the engine is closed, or its weights are half updated.
+        """
+        self._check_alive()
+        self.scheduler.submit(self.tasks.make(request, deliver, prompt_index=prompt_index))
+        self._ensure_running()
+
     def abort(self, request_id: str) -> None:
         """End a request before the next step; its choices finish with reason "abort"."""
         self.scheduler.abort(request_id)
@@ -202,13 +205,15 @@ class InferenceEngine:
 
     def resume(self) -> None:
         """Go on after :meth:`pause` or :meth:`sleep`; the KV cache's memory is taken again."""
-        self.pool.allocate()
+        if self.pool.allocate():
+            self._executor.prepare()
         self.scheduler.resume()
 
     def sleep(self) -> None:
         """Pause and give the KV cache's memory back; live requests are recomputed after :meth:`resume`."""
         self.pause()
         with self.scheduler.between_steps(recompute=True):
+            self._executor.forget()
             self.pool.free()
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -265,10 +270,7 @@ class InferenceEngine:
 
     def _start(self, prompts: Any, params: Any, deliver: Callable[[Delta], None]) -> Call:
         """Queue all prompts of a call; a list's bad prompts are answered at once with an error completion."""
-        if self._closed:
-            raise EngineError("the engine is closed; create a new one")
-        if not self._weights_whole:
-            raise EngineError("the last update_weights failed half way; update the weights again")
+        self._check_alive()
         single = not is_list_of_prompts(prompts)
         listed: list[Prompt] = [prompts] if single else list(prompts)
         each = params_for(params, len(listed))
@@ -278,14 +280,19 @@ class InferenceEngine:
             call.request_ids.append(request_id)
             try:
                 request = Request(prompt_token_ids=tuple(self.encode(prompt)), params=sampling, request_id=request_id)
-                self.scheduler.submit(self.tasks.make(request, deliver, prompt_index=i))
+                self.submit(request, deliver, i)
             except AstraiError as error:
                 if single:
                     raise
                 for choice in range(sampling.n):
                     deliver(refusal(str(error), request_id, choice, i))
-        self._ensure_running()
         return call
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed; create a new one")
+        if not self._weights_whole:
+            raise EngineError("the last update_weights failed half way; update the weights again")
 
     def _drain(self, call: Call, inbox: queue.SimpleQueue[Delta]) -> Iterator[Delta]:
         try:

@@ -2,6 +2,11 @@
 
 Each step has one token budget. Running requests decode one token each; what is left of the budget goes to chunks of
 prompts, oldest first, so neither starves. Memory pressure preempts the request served last and recomputes it later.
+
+Where the executor can, a step is launched before the one before it is read. What a request will sample is then unknown
+while its next step is chosen, but not where it will stand: lengths follow from the batches alone. A request that turns
+out to have ended has one step too many in the queue, whose token nobody sees; its pages and its row can go to others at
+once, since the device works in order.
 """
 
 from __future__ import annotations
@@ -10,40 +15,22 @@ import logging
 import threading
 import time
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from astrai_core.errors import EngineError, RequestError
 from astrai_core.types import Completion, Request
 from astrai_infer.config import EngineConfig
+from astrai_infer.outcome import advance, deliver
 from astrai_infer.queue import TaskQueue
-from astrai_infer.task import Batch, BatchItem, Delta, StepResult, Task
+from astrai_infer.seams import AheadRunner, Launched, Pool, StepRunner
+from astrai_infer.speculation import NgramDrafter
+from astrai_infer.task import Batch, BatchItem, Delta, Task
 
 logger = logging.getLogger(__name__)
 
-
-class Pool(Protocol):
-    """What the scheduler asks of the KV pool (:class:`astrai_infer.cache.pool.PagePool`)."""
-
-    @property
-    def page_size(self) -> int: ...
-    @property
-    def prefix(self) -> object | None: ...
-    @property
-    def capacity(self) -> int: ...
-    def admit(self, token_ids: Sequence[int], namespace: Hashable, *, match: bool) -> tuple[int, int] | None: ...
-    def record(self, row: int, token_ids: Sequence[int], computed_len: int) -> int: ...
-    def extend(self, row: int, n_tokens: int) -> bool: ...
-    def release(self, row: int) -> None: ...
-    def clear_prefix_cache(self) -> None: ...
-
-
-class StepRunner(Protocol):
-    """What the scheduler asks of the executor (:class:`astrai_infer.runtime.executor.Executor`)."""
-
-    def admit(self, task: Task) -> None: ...
-    def run(self, batch: Batch) -> StepResult: ...
+STEP_ERRORS = (RuntimeError, ValueError, IndexError, MemoryError)
+"""What a step can fail with; it ends the requests of the step, and the engine goes on (rule 10)."""
 
 
 class InferenceScheduler:
@@ -72,7 +59,13 @@ class InferenceScheduler:
         self.waiting = TaskQueue()
         self.running: list[Task] = []
         """In the order in which they are served; the last is preempted first."""
-        self._preempted = False
+        self._left = False
+        """Whether a task lost its row since the step was begun to be chosen."""
+        self._drafter = NgramDrafter(config.max_draft_tokens) if config.speculation == "ngram" else None
+        # Whether guesses were right decides what comes next, so a step that verifies is read before the next is chosen.
+        self._ahead = executor if isinstance(executor, AheadRunner) and self._drafter is None else None
+        self._flight: tuple[Batch, Launched] | None = None
+        """The step that was launched and not read yet."""
         self.n_steps = 0
         self.n_preemptions = 0
         self._clock = clock
@@ -88,7 +81,8 @@ class InferenceScheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return not self.paused and bool(self.running or len(self.waiting) or self._arrived or self._aborted)
+        waiting = len(self.waiting) or self._arrived or self._aborted
+        return not self.paused and bool(self.running or waiting or self._flight)
 
     @property
     def n_waiting(self) -> int:
@@ -124,8 +118,10 @@ class InferenceScheduler:
 
     def pause(self) -> None:
         """Run no further step until :meth:`resume`; requests keep their pages and new ones queue up."""
-        with self._stepping, self.work:
-            self.paused = True
+        with self._stepping:
+            self._land()
+            with self.work:
+                self.paused = True
 
     def resume(self) -> None:
         """Go on after :meth:`pause`."""
@@ -184,6 +180,7 @@ class InferenceScheduler:
             far is used again. Tokens already sampled stay.
         """
         with self._stepping:
+            self._land()
             if recompute:
                 for task in self.running[::-1]:
                     self._preempt(task)
@@ -193,6 +190,7 @@ class InferenceScheduler:
     def fail_all(self, error: str) -> None:
         """End everything with an error; no request waits for ever."""
         with self._stepping:
+            self._flight = None
             self._receive()
             self._retire([*self.running, *self.waiting], error)
 
@@ -200,20 +198,50 @@ class InferenceScheduler:
         if self.paused:
             return False
         self._receive()
+        if self._flight is not None and self._flight[0].must_be_read:
+            self._land()
         batch = self._schedule()
         if not (batch.decodes or batch.chunks):
-            return False
+            return self._land()
         self.n_steps += 1
         try:
-            result = self.executor.run(batch)
-        except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-            logger.exception("step %d failed", self.n_steps)
-            first_line = str(error).partition("\n")[0]
-            self._retire([item.task for item in batch.items], f"a step failed: {type(error).__name__}: {first_line}")
+            if self._ahead is None:
+                result = self.executor.run(batch)
+            else:
+                launched = self._ahead.launch(batch)
+        except STEP_ERRORS as error:
+            self._land()
+            self._fail([item.task for item in batch.items if item.task.status != "finished"], error)
             return True
-        self._process(batch, result)
+        advance(batch, self.pool)
+        if self._ahead is None:
+            deliver(batch, result, self.pool, self._release)
+            self._last_step_s = self._clock()
+        else:
+            self._land()
+            self._flight = batch, launched
+        return True
+
+    def _land(self) -> bool:
+        """Read the step in flight, if there is one, and hand its results out; return whether there was one."""
+        if self._flight is None:
+            return False
+        (batch, launched), self._flight = self._flight, None
+        try:
+            result = launched.result()
+        except STEP_ERRORS as error:  # what was launched since may build on it
+            self._fail(self.running.copy(), error)
+            self.pool.clear_prefix_cache()
+            return True
+        deliver(batch, result, self.pool, self._release)
         self._last_step_s = self._clock()
         return True
+
+    def _fail(self, tasks: list[Task], error: Exception) -> None:
+        """End the requests of a step that failed."""
+        logger.error("step %d failed", self.n_steps, exc_info=error)
+        first_line = str(error).partition("\n")[0]
+        self._retire(tasks, f"a step failed: {type(error).__name__}: {first_line}")
 
     def _receive(self) -> None:
         """Take over what other threads left in the inbox."""
@@ -242,11 +270,16 @@ class InferenceScheduler:
         prefilling = []
         extend = self.pool.extend
         for task in self.running.copy():
-            if len(task.token_ids) - task.computed_len > 1:
+            n_tokens = len(task.token_ids) + task.pending_len
+            if n_tokens == task.admitted_len:
                 prefilling.append(task)
+            elif task.pending_len and n_tokens >= task.end_len:
+                continue  # the token that is on its way is the last one
             elif (row := task.row) is not None and (extend(row, 1) or self._make_room(task, 1)):
                 decodes.append(task)
         budget -= len(decodes)
+        if decodes and self.config.max_chunk_tokens is not None:
+            budget = min(budget, self.config.max_chunk_tokens)
         for task in prefilling:
             n_tokens = min(task.remaining_len, budget)
             if task.row is not None and n_tokens and self._make_room(task, n_tokens):
@@ -267,10 +300,17 @@ class InferenceScheduler:
             budget -= n_tokens
         for task in deferred:
             self.waiting.push(task)
-        if self._preempted:  # what was chosen before its pages went to another
+        if self._left:  # what was chosen before its pages went to another
             decodes = [task for task in decodes if task.row is not None]
             chunks = [item for item in chunks if item.task.row is not None]
-            self._preempted = False
+            self._left = False
+        if self._drafter is not None and decodes:
+            if not chunks:
+                most = min(self.config.max_num_seqs, self.config.max_batch_tokens) - len(decodes)
+                return Batch(decodes, [], self._drafter.draft(decodes, self.pool, most))
+            # In such an engine the host names every token that is fed, as it does for chunks.
+            chunks = [BatchItem(task, task.computed_len, 1, True) for task in decodes] + chunks
+            decodes = []
         chunks.sort(key=lambda item: item.n_tokens > 1)
         return Batch(decodes, chunks)
 
@@ -296,6 +336,7 @@ class InferenceScheduler:
         if task.n_preemptions == 0:  # what the request's own first choice computed was not there before the request
             first = task.first
             task.cached_len = task.computed_len if first is None else min(task.computed_len, first.cached_len)
+        task.admitted_len = len(task.token_ids)
         task.status = "running"
         task.weight_version = self.weight_version
         self.executor.admit(task)
@@ -303,18 +344,21 @@ class InferenceScheduler:
         return True
 
     def _make_room(self, task: Task, n_tokens: int) -> bool:
-        """Extend a running task, preempting those served after it; return False if the task itself had to go."""
-        assert task.row is not None, "a running task has a row"
-        while not self.pool.extend(task.row, n_tokens):
+        """Extend a running task, preempting those served after it; return False if the task itself had to go.
+
+        The step in flight is read first: it may end requests, and nobody is preempted whose newest token is unknown.
+        """
+        while task.row is not None and not self.pool.extend(task.row, n_tokens):
+            if self._land():
+                self._left = True
+                continue
             victim = self.running[-1]
             assert len(self.running) > 1, "one request alone fits: its total length is bounded by the pool's capacity"
             self._preempt(victim)
-            if victim is task:
-                return False
-        return True
+        return task.row is not None
 
     def _preempt(self, task: Task) -> None:
-        self._preempted = True
+        self._left = True
         self.n_preemptions += 1
         self._release(task)
         task.computed_len = 0
@@ -326,33 +370,6 @@ class InferenceScheduler:
         self.pool.release(task.row)
         task.row = None
         self.running.remove(task)
-
-    def _process(self, batch: Batch, result: StepResult) -> None:
-        """Hand the step's results to their tasks and retire those that are done."""
-        for i, entries in result.prompt_logprobs.items():
-            batch.chunks[i].task.prompt_logprobs.extend(entries)
-        sampled = zip(result.token_ids, result.logprobs, strict=True)
-        record = self.pool.record
-        # The decodes come first in the zip: when they are used up, nothing was taken from `sampled` for the chunks.
-        for task, (token_id, logprobs) in zip(batch.decodes, sampled, strict=False):
-            assert task.row is not None, "a task of the batch has a row"
-            task.computed_len += 1
-            if task.computed_len >= task.record_len:
-                task.record_len = record(task.row, task.token_ids, task.computed_len)
-            task.append(token_id, logprobs)
-            if task.status == "finished":
-                self._release(task)
-                task.notify()
-        for item in batch.chunks:
-            task = item.task
-            assert task.row is not None, "a task of the batch has a row"
-            task.computed_len = item.start + item.n_tokens
-            task.record_len = record(task.row, task.token_ids, task.computed_len)
-            if item.samples:
-                task.append(*next(sampled))
-                if task.status == "finished":
-                    self._release(task)
-                    task.notify()
 
     def _retire(self, tasks: list[Task], error: str) -> None:
         waiting = [task for task in tasks if task.row is None]

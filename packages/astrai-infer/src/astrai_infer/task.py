@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from astrai_core.types import Completion, FinishReason, SamplingParams, TokenLogprobs, Usage
 from astrai_infer.text.detokenize import TextStream
+
+if TYPE_CHECKING:
+    from astrai_infer.sampling.grammar import Grammar
 
 Status = Literal["waiting", "running", "finished"]
 
@@ -21,15 +24,18 @@ class Delta(str):
         The tokens that are new since the last delta.
     prompt_index, choice
         Which prompt of the call, and which of its n choices.
+    logprobs
+        One entry for each of `token_ids`, if asked for; else empty.
     completion
         The whole answer, with the last delta of a choice; None before.
     """
 
-    __slots__ = ("choice", "completion", "prompt_index", "token_ids")
+    __slots__ = ("choice", "completion", "logprobs", "prompt_index", "token_ids")
 
     token_ids: tuple[int, ...]
     prompt_index: int
     choice: int
+    logprobs: tuple[TokenLogprobs, ...]
     completion: Completion | None
 
     @classmethod
@@ -40,6 +46,7 @@ class Delta(str):
         choice: int,
         completion: Completion | None = None,
         prompt_index: int = 0,
+        logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> Delta:
         """Build a delta."""
         delta = cls(text)
@@ -47,6 +54,7 @@ class Delta(str):
         delta.choice = choice
         delta.prompt_index = prompt_index
         delta.completion = completion
+        delta.logprobs = logprobs
         return delta
 
     @property
@@ -63,14 +71,16 @@ class Delta(str):
 class Task:
     """One choice of one request.
 
-    The chained invariant: ``0 <= computed_len <= total_len - 1``, and ``total_len == len(prompt) + len(output)``. A
-    step feeds tokens ``computed_len ..`` and samples when it reaches the last one; prefill, decode and recomputation
-    after preemption differ only in how many tokens are left.
+    The chained invariant: ``0 <= computed_len <= total_len - 1 + pending_len``, and ``total_len == len(prompt) +
+    len(output)``. A step feeds tokens ``computed_len ..`` and samples when it reaches the last one; prefill, decode and
+    recomputation after preemption differ only in how many tokens are left.
 
     Parameters
     ----------
     first
         The first choice of the same request, for the others.
+    grammar
+        What may come next, where ``params.structured`` asks for it; it moves on with every token that is appended.
     """
 
     def __init__(
@@ -88,6 +98,7 @@ class Task:
         prompt_index: int = 0,
         priority: int = 0,
         first: Task | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
@@ -103,10 +114,15 @@ class Task:
         self.prompt_index = prompt_index
         self.priority = priority
         self.first = first
+        self.grammar = grammar
         self.arrival = 0
         self.status: Status = "waiting"
         self.row: int | None = None
         self.computed_len = 0
+        self.pending_len = 0
+        """Tokens sampled on the device and not read yet: 1 while a step that samples for this task is in flight."""
+        self.admitted_len = 0
+        """Tokens it had when it was admitted last: once there are more, it decodes."""
         self.record_len = 0
         """The computed length at which the pool wants to hear of it again."""
         self.cached_len = 0
@@ -115,6 +131,8 @@ class Task:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.n_preemptions = 0
+        self.n_drafted = 0
+        """Tokens that were guessed for it."""
         self._final: Delta | None = None
 
     @property
@@ -147,6 +165,12 @@ class Task:
         self.token_ids.append(token_id)
         if logprobs is not None:
             self.logprobs.append(logprobs)
+        complete = False
+        if self.grammar is not None:
+            complete = self.grammar.accept(token_id)
+            if self.grammar.error:
+                self.finish("error", error=f"structured output: {self.grammar.error}")
+                return
         if token_id in self.stop_ids and self.output_len > self.params.min_tokens:
             is_eos = token_id not in self.params.stop_token_ids
             self.finish("stop", stop_reason=None if is_eos else token_id, stop_token_id=token_id)
@@ -154,11 +178,12 @@ class Task:
         delta, stop = self.text.push(token_id)
         if stop is not None:
             self._close("stop", delta, (token_id,), stop)
-        elif len(self.token_ids) >= self.end_len:
+        elif complete or len(self.token_ids) >= self.end_len:
             tail, stop = self.text.end()
-            self._close("length" if stop is None else "stop", delta + tail, (token_id,), stop)
+            self._close("stop" if complete or stop is not None else "length", delta + tail, (token_id,), stop)
         else:
-            self.on_delta(Delta.of(delta, (token_id,), self.index, None, self.prompt_index))
+            entries = () if logprobs is None else (logprobs,)
+            self.on_delta(Delta.of(delta, (token_id,), self.index, None, self.prompt_index, entries))
 
     def finish(
         self,
@@ -201,7 +226,8 @@ class Task:
             weight_version=self.weight_version,
             error=error,
         )
-        self._final = Delta.of(delta, new_ids, self.index, completion, self.prompt_index)
+        entries = tuple(self.logprobs[-len(new_ids) :]) if new_ids else ()
+        self._final = Delta.of(delta, new_ids, self.index, completion, self.prompt_index, entries)
 
     def notify(self) -> None:
         """Hand the final delta to the caller; call it once, after the task's pages went back."""
@@ -226,9 +252,13 @@ class Batch:
     """One step's work. The scheduler fills it, the executor reads it; the tokens of the decodes come first."""
 
     decodes: list[Task]
-    """Each feeds its last token, at `computed_len`, and samples the next one."""
+    """Each has sampled since it was admitted: it feeds the token that it sampled last, at `computed_len`, and samples the
+    next one. That token may still be on its way to the host (``pending_len``)."""
     chunks: list[BatchItem]
     """Pieces of prompts, and of what is recomputed."""
+    drafts: list[tuple[int, ...]] = field(default_factory=list)
+    """Of a step that verifies: for each of the decodes, guesses of the tokens behind its last one, which are fed too. The
+    step then has no chunks and samples after every token."""
 
     @property
     def items(self) -> list[BatchItem]:
@@ -236,9 +266,16 @@ class Batch:
         return [BatchItem(task, task.computed_len, 1, True) for task in self.decodes] + self.chunks
 
     @property
+    def must_be_read(self) -> bool:
+        """Whether nothing can follow before the step's tokens are known: they decide what a grammar allows next."""
+        return any(task.grammar is not None for task in self.decodes) or any(
+            item.task.grammar is not None for item in self.chunks
+        )
+
+    @property
     def n_tokens(self) -> int:
         """Tokens fed by the step."""
-        return len(self.decodes) + sum(item.n_tokens for item in self.chunks)
+        return len(self.decodes) + sum(map(len, self.drafts)) + sum(item.n_tokens for item in self.chunks)
 
 
 @dataclass
@@ -246,7 +283,8 @@ class StepResult:
     """What the executor returns, on the host."""
 
     token_ids: list[int]
-    """Sampled token of each decode, then of each chunk that samples."""
+    """Sampled token of each decode, then of each chunk that samples. If the step verifies, those of a decode's last token
+    and of each of its guesses stand together."""
     logprobs: list[TokenLogprobs | None]
     """Of each sampled token, if its request asked for them."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

@@ -1,6 +1,15 @@
-// Family "attention": the planner, and the checks in front of decode.
+// Family "attention": the planner, the scalar twin, and the checks in front of decode and prefill.
 
 #include "astrai/attention/plan.cuh"
+#include "astrai/attention/scalar.cuh"
+
+namespace astrai {
+
+// Instantiated by name as well, so that NVRTC, which compiles no launch code, compiles every kernel.
+template __global__ void scalar_kernel<float16>(const AttentionParams, const int64_t);
+template __global__ void scalar_kernel<bfloat16>(const AttentionParams, const int64_t);
+
+}  // namespace astrai
 
 #ifndef __CUDACC_RTC__
 
@@ -36,6 +45,14 @@ void check_operands(const char* what, const AttentionParams& params, int dtype) 
   require(params.k_slot_stride >= 0 && params.k_slot_stride < (int64_t{1} << 30) && params.v_slot_stride >= 0 &&
               params.v_slot_stride < (int64_t{1} << 30),
           what, "slots must lie less than 2^30 elements apart");
+  require((params.k_scale == nullptr) == (params.v_scale == nullptr), what, "k_scale and v_scale belong together");
+  if (params.k_scale) {
+    for (const int64_t stride : {params.k_slot_stride, params.k_head_stride, params.k_batch_stride,
+                                 params.v_slot_stride, params.v_head_stride, params.v_batch_stride}) {
+      require(stride % 16 == 0, what, "every stride of an e4m3 cache must be a multiple of 16 elements");
+    }
+    require(is_aligned(params.k_scale, 4) && is_aligned(params.v_scale, 4), what, "scales must be 4-byte aligned");
+  }
   require(params.window >= 0, what, "window must not be negative");
   require(params.softcap >= 0.0f, what, "softcap must not be negative");
 }
@@ -86,31 +103,49 @@ void launch_attention_decode(const AttentionParams& params, int dtype, int max_c
   const auto run = reinterpret_cast<cudaStream_t>(stream);
   switch (params.head_dim) {
     case 64: return check(decode_64(params, type, max_items, extras, run), what);
-    case 80: return check(decode_80(params, type, max_items, extras, run), what);
-    case 96: return check(decode_96(params, type, max_items, extras, run), what);
+    case 80:
+    case 96: return check(decode_80_96(params, type, max_items, extras, run), what);
     case 128: return check(decode_128(params, type, max_items, extras, run), what);
     case 192: return check(decode_192(params, type, max_items, extras, run), what);
     default: return check(decode_256(params, type, max_items, extras, run), what);
   }
 }
 
-void launch_attention_prefill(const AttentionParams& params, int dtype, std::int64_t n_tokens, int device,
-                              std::uintptr_t stream) {
-  const char* what = "prefill_attention";
+namespace {
+
+/// False: there is nothing to do.
+bool check_ragged(const char* what, const AttentionParams& params, int dtype, std::int64_t n_tokens) {
   check_heads(what, params.head_dim, params.n_heads, params.n_kv_heads, 1);
   require(n_tokens >= 0 && params.batch >= 0, what, "tokens and batch must not be negative");
-  if (n_tokens == 0 || params.batch == 0) return;
+  if (n_tokens == 0 || params.batch == 0) return false;
   require(params.qo_indptr && params.seq_lens, what, "qo_indptr and seq_lens must not be null");
   require(params.scale > 0.0f, what, "scale must be positive");
   check_operands(what, params, dtype);
+  return true;
+}
+
+}  // namespace
+
+void launch_attention_scalar(const AttentionParams& params, int dtype, std::int64_t n_tokens, int device,
+                             std::uintptr_t stream) {
+  const char* what = "scalar_attention";
+  if (!check_ragged(what, params, dtype, n_tokens)) return;
   const DeviceGuard guard(device, what);
-  const bool extras = has_extras(params);
+  check(scalar_attention(params, static_cast<DType>(dtype), n_tokens, reinterpret_cast<cudaStream_t>(stream)), what);
+}
+
+void launch_attention_prefill(const AttentionParams& params, int dtype, std::int64_t n_tokens, int device,
+                              std::uintptr_t stream) {
+  const char* what = "prefill_attention";
+  if (!check_ragged(what, params, dtype, n_tokens)) return;
+  const DeviceGuard guard(device, what);
+  const bool extras = has_extras(params) || !params.req_to_token;
   const DType type = static_cast<DType>(dtype);
   const auto run = reinterpret_cast<cudaStream_t>(stream);
   switch (params.head_dim) {
     case 64: return check(prefill_64(params, type, n_tokens, extras, run), what);
-    case 80: return check(prefill_80(params, type, n_tokens, extras, run), what);
-    case 96: return check(prefill_96(params, type, n_tokens, extras, run), what);
+    case 80:
+    case 96: return check(prefill_80_96(params, type, n_tokens, extras, run), what);
     case 128: return check(prefill_128(params, type, n_tokens, extras, run), what);
     case 192: return check(prefill_192(params, type, n_tokens, extras, run), what);
     default: return check(prefill_256(params, type, n_tokens, extras, run), what);

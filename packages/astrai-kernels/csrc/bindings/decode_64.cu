@@ -4,16 +4,14 @@
 
 namespace astrai {
 
-// Instantiated by name as well, so that NVRTC, which compiles no launch code, compiles every kernel.
-ASTRAI_DECODE_CASES(ASTRAI_INSTANTIATE_DECODE, float16, 64)
-ASTRAI_DECODE_WIDE_CASES(ASTRAI_INSTANTIATE_DECODE, float16, 64)
-ASTRAI_DECODE_CASES(ASTRAI_INSTANTIATE_DECODE, bfloat16, 64)
-ASTRAI_DECODE_WIDE_CASES(ASTRAI_INSTANTIATE_DECODE, bfloat16, 64)
+ASTRAI_INSTANTIATE_DECODE(64, 1)
+ASTRAI_INSTANTIATE_DECODE(64, 2)
 
 #ifndef __CUDACC_RTC__
 
 cudaError_t decode_64(const AttentionParams& params, DType dtype, int64_t max_items, bool extras, cudaStream_t stream) {
-  return decode_dtype<64>(params, dtype, max_items, extras, stream);
+  return decode_is_wide<64>(params) ? decode_dtype<64, 2>(params, dtype, max_items, extras, stream)
+                                    : decode_dtype<64, 1>(params, dtype, max_items, extras, stream);
 }
 
 #endif  // __CUDACC_RTC__

@@ -1,11 +1,11 @@
-// Family "linear".
+// Family "linear": the kernels for few rows; linear_tiled.cu has the one for more.
 
 #include "astrai/linear/linear.cuh"
 
 namespace astrai {
 
 // Instantiated by name as well, so that NVRTC, which compiles no launch code, compiles every kernel.
-#define ASTRAI_INSTANTIATE(T, TILES, ROW_TILES, WARPS, STAGES, NORM, MOST_STEPS, LEAST_SLICES) \
+#define ASTRAI_INSTANTIATE(T, TILES, ROW_TILES, WARPS, STAGES, NORM, BLOCKS, LEAST_STEPS, MOST_TILES) \
   template __global__ void linear_narrow_kernel<T, TILES, ROW_TILES, WARPS, STAGES, NORM>(const LinearParams);
 ASTRAI_LINEAR_NARROW_CASES(ASTRAI_INSTANTIATE, float16)
 ASTRAI_LINEAR_NARROW_CASES(ASTRAI_INSTANTIATE, bfloat16)
@@ -25,10 +25,12 @@ ASTRAI_LINEAR_WIDE_CASES(ASTRAI_INSTANTIATE, bfloat16)
 
 namespace astrai {
 
+cudaError_t linear_many(LinearParams, DType, cudaStream_t);  // linear_tiled.cu
+
 void launch_linear(const LinearParams& params, int dtype, int device, std::uintptr_t stream) {
   const char* what = "linear";
   require(dtype == 1 || dtype == 2, what, "dtype must be 1 (float16) or 2 (bfloat16)");
-  require(params.rows >= 0 && params.rows <= kLinearMostRows, what, "rows must lie between 0 and 128");
+  require(params.rows >= 0 && params.rows <= (1 << 28), what, "rows must lie between 0 and 2^28");
   require(params.features >= 0 && params.features <= (1 << 28), what, "features must lie between 0 and 2^28");
   require(params.depth >= kOctet && params.depth % kOctet == 0 && params.depth <= (1 << 28), what,
           "depth must be a multiple of 8 between 8 and 2^28");
@@ -48,7 +50,8 @@ void launch_linear(const LinearParams& params, int dtype, int device, std::uintp
     require(params.norm_eps >= 0.0f, what, "norm_eps must not be negative");
   }
   const DeviceGuard guard(device, what);
-  check(linear(params, static_cast<DType>(dtype), reinterpret_cast<cudaStream_t>(stream)), what);
+  const auto run = params.rows > (params.fixed_order ? kContractRows : kLinearFewRows) ? linear_many : linear;
+  check(run(params, static_cast<DType>(dtype), reinterpret_cast<cudaStream_t>(stream)), what);
 }
 
 }  // namespace astrai

@@ -18,6 +18,7 @@ namespace {
 
 using RowTuple = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
 using MatrixTuple = std::tuple<std::uintptr_t, std::int64_t>;
+using AdapterTuple = std::tuple<std::uintptr_t, std::int64_t, bool, int>;  // ids, their stride and width, adapters
 using HeadsTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, int>;
 
 template <typename Pointer>
@@ -86,7 +87,7 @@ void rotary(int dtype, int device, std::uintptr_t stream, HeadsTuple q, HeadsTup
 
 void linear(int dtype, int device, std::uintptr_t stream, MatrixTuple x, MatrixTuple weight, std::uintptr_t bias,
             MatrixTuple residual, MatrixTuple out, std::uintptr_t norm_weight, float norm_eps, int rows, int features,
-            int depth, bool swiglu) {
+            int depth, bool swiglu, bool fixed_order) {
   astrai::LinearParams params = {};
   params.x = reinterpret_cast<const void*>(std::get<0>(x));
   params.x_stride = std::get<1>(x);
@@ -103,7 +104,49 @@ void linear(int dtype, int device, std::uintptr_t stream, MatrixTuple x, MatrixT
   params.features = features;
   params.depth = depth;
   params.swiglu = swiglu;
+  params.fixed_order = fixed_order;
   astrai::launch_linear(params, dtype, device, stream);
+}
+
+astrai::LoraRows lora_rows(const AdapterTuple& tuple) {
+  return {reinterpret_cast<const void*>(std::get<0>(tuple)), std::get<1>(tuple), std::get<2>(tuple), std::get<3>(tuple)};
+}
+
+void lora_shrink(int dtype, int device, std::uintptr_t stream, MatrixTuple x, RowTuple a, AdapterTuple adapters,
+                 MatrixTuple out, int rows, int rank, int depth) {
+  astrai::LoraShrinkParams params = {};
+  params.x = reinterpret_cast<const void*>(std::get<0>(x));
+  params.x_stride = std::get<1>(x);
+  params.a = reinterpret_cast<const void*>(std::get<0>(a));
+  params.a_stride = std::get<1>(a);
+  params.a_row_stride = std::get<2>(a);
+  params.adapters = lora_rows(adapters);
+  params.out = reinterpret_cast<float*>(std::get<0>(out));
+  params.out_stride = std::get<1>(out);
+  params.rows = rows;
+  params.rank = rank;
+  params.depth = depth;
+  astrai::launch_lora_shrink(params, dtype, device, stream);
+}
+
+void lora_expand(int dtype, int device, std::uintptr_t stream, MatrixTuple base, MatrixTuple hidden, RowTuple b,
+                 AdapterTuple adapters, std::uintptr_t scaling, MatrixTuple out, int rows, int rank, int features) {
+  astrai::LoraExpandParams params = {};
+  params.base = reinterpret_cast<const void*>(std::get<0>(base));
+  params.base_stride = std::get<1>(base);
+  params.hidden = reinterpret_cast<const float*>(std::get<0>(hidden));
+  params.hidden_stride = std::get<1>(hidden);
+  params.b = reinterpret_cast<const void*>(std::get<0>(b));
+  params.b_stride = std::get<1>(b);
+  params.b_row_stride = std::get<2>(b);
+  params.adapters = lora_rows(adapters);
+  params.scaling = reinterpret_cast<const float*>(scaling);
+  params.out = reinterpret_cast<void*>(std::get<0>(out));
+  params.out_stride = std::get<1>(out);
+  params.rows = rows;
+  params.rank = rank;
+  params.features = features;
+  astrai::launch_lora_expand(params, dtype, device, stream);
 }
 
 void qkv_norm_rope_write(int dtype, int device, std::uintptr_t stream, MatrixTuple qkv, RowTuple q, RowTuple k_buffer,
@@ -231,6 +274,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("add_rms_norm", &add_rms_norm);
   module.def("rotary", &rotary);
   module.def("linear", &linear);
+  module.def("lora_shrink", &lora_shrink);
+  module.def("lora_expand", &lora_expand);
   bind_attention(module);
   module.def("qkv_norm_rope_write", &qkv_norm_rope_write);
   module.def("gated_activation", &gated_activation);

@@ -12,6 +12,7 @@ namespace {
 
 using Heads = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;                // address, token and head stride
 using Keys = std::tuple<std::uintptr_t, std::int64_t, std::int64_t, std::int64_t>;   // address; slot, head, batch stride
+using Scales = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;               // address; slot and batch stride
 using Rows = std::tuple<std::uintptr_t, std::int64_t>;                               // address, row stride
 using Shape = std::tuple<int, int, int, int, int>;                                   // heads, kv heads, head_dim, q_len, window
 using Batch = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, int>;        // qo_indptr, seq_lens, req_indices, size
@@ -19,9 +20,17 @@ using Scratch = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::
 
 constexpr std::uintptr_t kPlanHeaderBytes = sizeof(astrai::AttentionPlan);
 
-astrai::AttentionParams operands(Heads q, Heads out, std::uintptr_t lse, Keys k, Keys v, Rows table, Rows mask,
-                                 std::uintptr_t sinks, Shape shape, float scale, float softcap) {
+astrai::AttentionParams operands(int dtype, Heads q, Heads out, std::uintptr_t lse, Keys k, Keys v, Scales k_scale,
+                                 Scales v_scale, Rows table, Rows mask, std::uintptr_t sinks, Shape shape, float scale,
+                                 float softcap) {
   astrai::AttentionParams p = {};
+  p.rows_are_bfloat16 = dtype == 2;
+  p.k_scale = reinterpret_cast<const float*>(std::get<0>(k_scale));
+  p.k_scale_stride = std::get<1>(k_scale);
+  p.k_scale_batch_stride = std::get<2>(k_scale);
+  p.v_scale = reinterpret_cast<const float*>(std::get<0>(v_scale));
+  p.v_scale_stride = std::get<1>(v_scale);
+  p.v_scale_batch_stride = std::get<2>(v_scale);
   p.q = reinterpret_cast<const void*>(std::get<0>(q));
   p.q_token_stride = std::get<1>(q);
   p.q_head_stride = std::get<2>(q);
@@ -49,9 +58,10 @@ astrai::AttentionParams operands(Heads q, Heads out, std::uintptr_t lse, Keys k,
 }
 
 void attention_decode(int dtype, int device, std::uintptr_t stream, Heads q, Heads out, std::uintptr_t lse, Keys k, Keys v,
-                      Rows table, Rows mask, std::uintptr_t sinks, Shape shape, float scale, float softcap, bool overlap,
-                      Scratch scratch) {
-  astrai::AttentionParams p = operands(q, out, lse, k, v, table, mask, sinks, shape, scale, softcap);
+                      Scales k_scale, Scales v_scale, Rows table, Rows mask, std::uintptr_t sinks, Shape shape,
+                      float scale, float softcap, bool overlap, Scratch scratch) {
+  astrai::AttentionParams p =
+      operands(dtype, q, out, lse, k, v, k_scale, v_scale, table, mask, sinks, shape, scale, softcap);
   p.overlap = overlap;
   p.plan = reinterpret_cast<const astrai::AttentionPlan*>(std::get<0>(scratch));
   p.chunks = reinterpret_cast<const astrai::AttentionChunk*>(std::get<0>(scratch) + kPlanHeaderBytes);
@@ -61,15 +71,18 @@ void attention_decode(int dtype, int device, std::uintptr_t stream, Heads q, Hea
   astrai::launch_attention_decode(p, dtype, std::get<4>(scratch), device, stream);
 }
 
-void attention_prefill(int dtype, int device, std::uintptr_t stream, Heads q, Heads out, std::uintptr_t lse, Keys k,
-                       Keys v, Rows table, Rows mask, std::uintptr_t sinks, Shape shape, float scale, float softcap,
-                       Batch batch, std::int64_t n_tokens) {
-  astrai::AttentionParams p = operands(q, out, lse, k, v, table, mask, sinks, shape, scale, softcap);
+/// attention_prefill and attention_scalar.
+template <void (*kLaunch)(const astrai::AttentionParams&, int, std::int64_t, int, std::uintptr_t)>
+void attention_ragged(int dtype, int device, std::uintptr_t stream, Heads q, Heads out, std::uintptr_t lse, Keys k,
+                      Keys v, Scales k_scale, Scales v_scale, Rows table, Rows mask, std::uintptr_t sinks, Shape shape,
+                      float scale, float softcap, Batch batch, std::int64_t n_tokens) {
+  astrai::AttentionParams p =
+      operands(dtype, q, out, lse, k, v, k_scale, v_scale, table, mask, sinks, shape, scale, softcap);
   p.qo_indptr = reinterpret_cast<const std::int32_t*>(std::get<0>(batch));
   p.seq_lens = reinterpret_cast<const std::int32_t*>(std::get<1>(batch));
   p.req_indices = reinterpret_cast<const std::int64_t*>(std::get<2>(batch));
   p.batch = std::get<3>(batch);
-  astrai::launch_attention_prefill(p, dtype, n_tokens, device, stream);
+  kLaunch(p, dtype, n_tokens, device, stream);
 }
 
 void attention_plan(int device, std::uintptr_t stream, std::uintptr_t seq_lens, std::uintptr_t req_indices,
@@ -99,7 +112,8 @@ std::tuple<int, int> attention_capacity(int head_dim, int n_heads, int n_kv_head
 
 void bind_attention(py::module_& module) {
   module.def("attention_decode", &attention_decode);
-  module.def("attention_prefill", &attention_prefill);
+  module.def("attention_prefill", &attention_ragged<astrai::launch_attention_prefill>);
+  module.def("attention_scalar", &attention_ragged<astrai::launch_attention_scalar>);
   module.def("attention_plan", &attention_plan);
   module.def("attention_capacity", &attention_capacity);
 }

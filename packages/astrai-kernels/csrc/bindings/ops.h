@@ -4,6 +4,7 @@
 #include "astrai/attention/params.h"
 #include "astrai/fused/params.h"
 #include "astrai/linear/params.h"
+#include "astrai/lora/params.h"
 #include "astrai/rotary/params.h"
 #include "astrai/sampling/params.h"
 
@@ -17,6 +18,8 @@ void launch_gated_activation(const GatedParams& params, int dtype, int kind, int
 void launch_embedding(const EmbeddingParams& params, int dtype, int device, std::uintptr_t stream);
 void launch_sampling(const SamplingParams& params, int dtype, int device, std::uintptr_t stream);
 void launch_linear(const LinearParams& params, int dtype, int device, std::uintptr_t stream);
+void launch_lora_shrink(const LoraShrinkParams& params, int dtype, int device, std::uintptr_t stream);
+void launch_lora_expand(const LoraExpandParams& params, int dtype, int device, std::uintptr_t stream);
 void launch_rotary(const RotaryParams& params, int dtype, bool interleaved, int device, std::uintptr_t stream);
 
 
@@ -35,5 +38,7 @@ void launch_attention_decode(const AttentionParams& params, int dtype, int max_c
                              std::uintptr_t stream);
 void launch_attention_prefill(const AttentionParams& params, int dtype, std::int64_t n_tokens, int device,
                               std::uintptr_t stream);
+void launch_attention_scalar(const AttentionParams& params, int dtype, std::int64_t n_tokens, int device,
+                             std::uintptr_t stream);
 
 }  // namespace astrai

@@ -5,12 +5,8 @@
 namespace astrai {
 
 // Instantiated by name as well, so that NVRTC, which compiles no launch code, compiles every kernel.
-#define ASTRAI_INSTANTIATE(T, PENALTIES, ALIGNED) \
-  template __global__ void sampling_kernel<T, PENALTIES, ALIGNED>(const SamplingParams);
-ASTRAI_SAMPLING_CASES(ASTRAI_INSTANTIATE, float)
-ASTRAI_SAMPLING_CASES(ASTRAI_INSTANTIATE, float16)
-ASTRAI_SAMPLING_CASES(ASTRAI_INSTANTIATE, bfloat16)
-#undef ASTRAI_INSTANTIATE
+template __global__ void sampling_kernel<float, true>(const SamplingParams);
+template __global__ void sampling_kernel<float, false>(const SamplingParams);
 
 }  // namespace astrai
 
@@ -20,6 +16,9 @@ ASTRAI_SAMPLING_CASES(ASTRAI_INSTANTIATE, bfloat16)
 #include "ops.h"
 
 namespace astrai {
+
+// Defined in sampling_16bit.cu.
+cudaError_t sampling_16bit(const SamplingParams& params, DType dtype, cudaStream_t stream);
 
 void launch_sampling(const SamplingParams& params, int dtype, int device, std::uintptr_t stream) {
   const char* what = params.temperature.data ? "sample" : "argmax";
@@ -41,7 +40,9 @@ void launch_sampling(const SamplingParams& params, int dtype, int device, std::u
               is_aligned(params.frequency.data, 4) && is_aligned(params.repetition.data, 4) && is_aligned(params.counts, 4),
           what, "every pointer must be a multiple of the element size");
   const DeviceGuard guard(device, what);
-  check(sampling(params, static_cast<DType>(dtype), reinterpret_cast<cudaStream_t>(stream)), what);
+  const auto run = reinterpret_cast<cudaStream_t>(stream);
+  const DType type = static_cast<DType>(dtype);
+  check(type == DType::kFloat32 ? launch_sampling<float>(params, run) : sampling_16bit(params, type, run), what);
 }
 
 }  // namespace astrai

@@ -11,17 +11,22 @@ namespace attention::decode {
 template <typename T>
 cudaError_t launch(const astrai::AttentionParams& p, int64_t max_items, bool extras, cudaStream_t stream) {
   const int tiles = astrai::decode_row_tiles(p.head_dim, p.n_heads / p.n_kv_heads * p.q_len);
-  const bool paged = p.req_to_token != nullptr;
-#define LADDER_CASE(T_, KV, DIM, TILES, EXTRAS)                                                            \
-  if (p.head_dim == DIM && tiles == TILES && extras == EXTRAS && paged == astrai::KV::kPaged) {            \
-    return astrai::launch_decode<T_, astrai::KV, DIM, TILES, EXTRAS>(p, max_items, stream);                \
+  const int dim = p.head_dim == 80 ? 96 : p.head_dim;
+  const bool narrow = p.k_scale != nullptr;
+#define LADDER_CASE(T_, KV, DIM, TILES, EXTRAS)                                                              \
+  if (dim == DIM && tiles == TILES && narrow == astrai::KV::kNarrow && (narrow || extras == EXTRAS)) {       \
+    return astrai::launch_decode<T_, astrai::KV, DIM, TILES, EXTRAS>(p, max_items, stream);                  \
   }
-  ASTRAI_DECODE_CASES(LADDER_CASE, T, 64)
-  ASTRAI_DECODE_WIDE_CASES(LADDER_CASE, T, 64)
-  ASTRAI_DECODE_CASES(LADDER_CASE, T, 80)
-  ASTRAI_DECODE_CASES(LADDER_CASE, T, 128)
-  ASTRAI_DECODE_WIDE_CASES(LADDER_CASE, T, 128)
-  ASTRAI_DECODE_CASES(LADDER_CASE, T, 256)
+#define LADDER_CASES(DIM, TILES)                \
+  ASTRAI_DECODE_CASES(LADDER_CASE, T, DIM, TILES) \
+  LADDER_CASE(astrai::float16, NarrowKV, DIM, TILES, true)
+  LADDER_CASES(64, 1)
+  LADDER_CASES(64, 2)
+  LADDER_CASES(96, 1)
+  LADDER_CASES(128, 1)
+  LADDER_CASES(128, 2)
+  LADDER_CASES(256, 1)
+#undef LADDER_CASES
 #undef LADDER_CASE
   return cudaErrorInvalidValue;
 }
@@ -82,7 +87,7 @@ void verify(ladder::Report& report, const Case& c) {
   astrai::AttentionParams p = operands.params();
   scratch.bind(p);
   const int units = astrai::decode_units(c.head_dim, c.n_heads, c.n_kv_heads, c.q_len);
-  const bool extras = c.softcap > 0.0f || c.sinks || c.mask || !c.page;
+  const bool extras = c.softcap > 0.0f || c.sinks || c.mask || !c.page;  // as bindings/attention.cu has it
   // Twice: the second launch finds the counters as the first left them.
   for (int repeat = 0; repeat < 2; ++repeat) {
     ladder::check(launch<T>(p, static_cast<int64_t>(scratch.max_chunks) * units, extras, nullptr), "decode");
@@ -189,6 +194,12 @@ std::vector<Case> cases() {
       {"8/2 d64 softcap 20", ragged, 8, 2, 64, 1, 0, 20.0f},
       {"8/2 d64 sinks", ragged, 8, 2, 64, 1, 0, 0, true},
       {"8/2 d128 mask, query rows 2", deep, 8, 2, 128, 2, 0, 0, false, true},
+      {"24/4 d64 e4m3, ragged", ragged, 24, 4, 64, 1, 0, 0, false, false, 16, 0, true},
+      {"24/4 d64 e4m3, contiguous", ragged, 24, 4, 64, 1, 0, 0, false, false, 0, 0, true},
+      {"32/8 d128 e4m3, query rows 4, page 1, fixed 64", deep, 32, 8, 128, 4, 0, 0, false, false, 1, 64, true},
+      {"16/2 d80 e4m3, window 33", ragged, 16, 2, 80, 1, 33, 0, false, false, 16, 0, true},
+      {"6/1 d256 e4m3, softcap 20", ragged, 6, 1, 256, 1, 0, 20.0f, false, false, 16, 0, true},
+      {"8/2 d128 e4m3, mask and sinks, query rows 2", deep, 8, 2, 128, 2, 0, 0, true, true, 16, 0, true},
       {"24/4 d64 one long request", {5000}, 24, 4, 64},
       {"24/4 d64 three hundred requests", std::vector<int>(300, 90), 24, 4, 64},
   };

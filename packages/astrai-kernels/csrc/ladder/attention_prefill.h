@@ -2,6 +2,7 @@
 #pragma once
 
 #include "astrai/attention/prefill.cuh"
+#include "astrai/attention/scalar.cuh"
 
 #include "attention_reference.h"
 
@@ -9,15 +10,20 @@ namespace attention::prefill {
 
 template <typename T>
 cudaError_t launch(const astrai::AttentionParams& p, int64_t n_tokens, bool extras, cudaStream_t stream) {
-  const bool paged = p.req_to_token != nullptr;
-#define LADDER_CASE(T_, KV, DIM, EXTRAS)                                                      \
-  if (p.head_dim == DIM && extras == EXTRAS && paged == astrai::KV::kPaged) {                 \
-    return astrai::launch_prefill<T_, astrai::KV, DIM, EXTRAS>(p, n_tokens, stream);          \
+  const int dim = p.head_dim == 80 ? 96 : p.head_dim;
+  const bool narrow = p.k_scale != nullptr;
+#define LADDER_CASE(T_, KV, DIM, EXTRAS)                                                            \
+  if (dim == DIM && narrow == astrai::KV::kNarrow && (narrow || extras == EXTRAS)) {                \
+    return astrai::launch_prefill<T_, astrai::KV, DIM, EXTRAS>(p, n_tokens, stream);                \
   }
-  ASTRAI_PREFILL_CASES(LADDER_CASE, T, 64)
-  ASTRAI_PREFILL_CASES(LADDER_CASE, T, 80)
-  ASTRAI_PREFILL_CASES(LADDER_CASE, T, 128)
-  ASTRAI_PREFILL_CASES(LADDER_CASE, T, 256)
+#define LADDER_CASES(DIM)                  \
+  ASTRAI_PREFILL_CASES(LADDER_CASE, T, DIM) \
+  LADDER_CASE(astrai::float16, NarrowKV, DIM, true)
+  LADDER_CASES(64)
+  LADDER_CASES(96)
+  LADDER_CASES(128)
+  LADDER_CASES(256)
+#undef LADDER_CASES
 #undef LADDER_CASE
   return cudaErrorInvalidValue;
 }
@@ -25,10 +31,16 @@ cudaError_t launch(const astrai::AttentionParams& p, int64_t n_tokens, bool extr
 template <typename T>
 void verify(ladder::Report& report, const Case& c, const std::vector<int>& q_lens) {
   const Operands<T> operands(c, q_lens);
-  const bool extras = c.softcap > 0.0f || c.sinks || c.mask;
+  const bool extras = c.softcap > 0.0f || c.sinks || c.mask || !c.page;  // as bindings/attention.cu has it
   ladder::check(launch<T>(operands.params(), operands.q_start.back(), extras, nullptr), "prefill");
   ladder::check(cudaDeviceSynchronize(), "prefill");
   report.row(std::string("prefill ") + Storage<T>::kName + " " + c.name, operands.error());
+  // The scalar twin over the same operands, into the same output.
+  ladder::check(cudaMemset(operands.d_out.get(), 0xff, operands.q.size() * sizeof(T)), "memset");
+  ladder::check(
+      astrai::scalar_attention(operands.params(), Storage<T>::kDType, operands.q_start.back(), nullptr), "scalar");
+  ladder::check(cudaDeviceSynchronize(), "scalar");
+  report.row(std::string("scalar  ") + Storage<T>::kName + " " + c.name, operands.error());
 }
 
 inline void verify_all(ladder::Report& report) {
@@ -51,6 +63,12 @@ inline void verify_all(ladder::Report& report) {
   both({"d64 softcap 20", lens, 6, 2, 64, 1, 0, 20.0f}, parts);
   both({"d128 sinks", lens, 4, 2, 128, 1, 0, 0, true}, parts);
   both({"d64 mask", lens, 4, 2, 64, 1, 0, 0, false, true}, parts);
+  both({"d128 mask and sinks, rows that see the sink alone", {70, 1, 1, 1, 2}, 4, 2, 128, 1, 0, 0, true, true}, {3, 1, 1, 1, 2});
+  both({"d64 softcap 2", lens, 6, 2, 64, 1, 0, 2.0f}, whole);
+  both({"d64 e4m3", lens, 6, 2, 64, 1, 0, 0, false, false, 16, 0, true}, parts);
+  both({"d80 e4m3, contiguous", lens, 4, 2, 80, 1, 0, 0, false, false, 0, 0, true}, parts);
+  both({"d128 e4m3, window 33, sinks", lens, 4, 2, 128, 1, 33, 0, true, false, 1, 0, true}, whole);
+  both({"d256 e4m3, mask, softcap 20", lens, 2, 1, 256, 1, 0, 20.0f, false, true, 16, 0, true}, parts);
 }
 
 inline void measure(ladder::Report& report, int batch, int len, int n_heads, int n_kv_heads, int head_dim) {

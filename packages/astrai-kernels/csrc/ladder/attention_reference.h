@@ -22,6 +22,7 @@ struct Case {
   bool mask = false;
   int page = 16;      // 0: contiguous
   int fixed_len = 0;  // deterministic mode
+  bool narrow = false;  // e4m3 keys and values
 };
 
 /// Slots of every position, pages in random order; the pool is a little larger than what is used.
@@ -66,6 +67,41 @@ void set_strides(astrai::AttentionParams& p, const Case& c, int max_len) {
   p.scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
 }
 
+/// Value of an e4m3 byte, and the nearest byte to a value of at most 448.
+inline double widened(uint8_t byte) {
+  const int exponent = (byte >> 3) & 15;
+  const int mantissa = byte & 7;
+  if ((byte & 127) == 127) return NAN;
+  const double magnitude = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+  return byte & 128 ? -magnitude : magnitude;
+}
+inline uint8_t narrowed(double value) {
+  int best = 0;
+  for (int byte = 0; byte < 127; ++byte) {
+    if (std::fabs(widened(byte) - std::fabs(value)) < std::fabs(widened(best) - std::fabs(value))) best = byte;
+  }
+  return static_cast<uint8_t>(best | (value < 0 ? 128 : 0));
+}
+
+/// A cache as e4m3 and scales: of a wide one, whose poison stays poison.
+struct NarrowCache {
+  std::vector<uint8_t> bytes;
+  std::vector<float> scales;
+  template <typename T>
+  NarrowCache(const std::vector<T>& wide, int head_dim) : bytes(wide.size(), 127), scales(wide.size() / head_dim, NAN) {
+    for (std::size_t r = 0; r < scales.size(); ++r) {
+      double largest = 0.0;
+      for (int d = 0; d < head_dim; ++d) largest = std::max(largest, std::fabs(Storage<T>::unpack(wide[r * head_dim + d])));
+      if (std::isnan(Storage<T>::unpack(wide[r * head_dim]))) continue;
+      scales[r] = static_cast<float>(largest / 448.0);
+      for (int d = 0; d < head_dim; ++d) {
+        bytes[r * head_dim + d] = narrowed(Storage<T>::unpack(wide[r * head_dim + d]) / scales[r]);
+      }
+    }
+  }
+  double at(std::size_t index, int head_dim) const { return widened(bytes[index]) * scales[index / head_dim]; }
+};
+
 /// Operands on host and device; slots that no query may see, and outputs, are poison.
 template <typename T>
 struct Operands {
@@ -82,6 +118,9 @@ struct Operands {
   ladder::Buffer<float> d_lse, d_sinks;
   ladder::Buffer<int32_t> d_table, d_lens, d_starts;
   ladder::Buffer<uint8_t> d_mask;
+  NarrowCache k8, v8;  // empty unless the case is narrow
+  ladder::Buffer<uint8_t> d_k8, d_v8;
+  ladder::Buffer<float> d_k_scale, d_v_scale;
 
   static std::vector<int> starts_of(const std::vector<int>& lens) {
     std::vector<int> starts(1, 0);
@@ -98,7 +137,9 @@ struct Operands {
         d_out(ladder::poison<T>(q.size())),
         d_lse(std::vector<float>(static_cast<std::size_t>(q_start.back()) * c.n_heads, NAN)), d_sinks(filled_sinks()),
         d_table(table.entries), d_lens(std::vector<int32_t>(c.lens.begin(), c.lens.end())),
-        d_starts(std::vector<int32_t>(q_start.begin(), q_start.end())), d_mask(filled_mask()) {}
+        d_starts(std::vector<int32_t>(q_start.begin(), q_start.end())), d_mask(filled_mask()),
+        k8(c.narrow ? k : std::vector<T>(), c.head_dim), v8(c.narrow ? v : std::vector<T>(), c.head_dim), d_k8(k8.bytes),
+        d_v8(v8.bytes), d_k_scale(k8.scales), d_v_scale(v8.scales) {}
 
   int slots() const { return c.page ? table.slots : batch * table.max_len; }
   int slot_of(int b, int position) const {
@@ -132,6 +173,15 @@ struct Operands {
     p.q = d_q.get();
     p.k = d_k.get();
     p.v = d_v.get();
+    if (c.narrow) {
+      p.k = d_k8.get();
+      p.v = d_v8.get();
+      p.k_scale = d_k_scale.get();
+      p.v_scale = d_v_scale.get();
+      p.k_scale_stride = p.v_scale_stride = c.n_kv_heads;
+      p.k_scale_batch_stride = p.v_scale_batch_stride = static_cast<int64_t>(c.n_kv_heads) * table.max_len;
+      p.rows_are_bfloat16 = Storage<T>::kDType == astrai::DType::kBFloat16;
+    }
     p.out = d_out.get();
     p.lse = d_lse.get();
     p.req_to_token = c.page ? d_table.get() : nullptr;
@@ -164,9 +214,11 @@ struct Operands {
           double top = c.sinks ? sinks[h] : -INFINITY;
           for (int j = low; j < high; ++j) {
             if (c.mask && !mask[token * table.max_len + j]) continue;
-            const T* key = &k[static_cast<std::size_t>(slot_of(b, j)) * row + h / (c.n_heads / c.n_kv_heads) * c.head_dim];
+            const std::size_t key = static_cast<std::size_t>(slot_of(b, j)) * row + h / (c.n_heads / c.n_kv_heads) * c.head_dim;
             double dot = 0.0;
-            for (int d = 0; d < c.head_dim; ++d) dot += Storage<T>::unpack(query[d]) * Storage<T>::unpack(key[d]);
+            for (int d = 0; d < c.head_dim; ++d) {
+              dot += Storage<T>::unpack(query[d]) * (c.narrow ? k8.at(key + d, c.head_dim) : Storage<T>::unpack(k[key + d]));
+            }
             dot *= scale;
             if (c.softcap > 0.0f) dot = c.softcap * std::tanh(dot / c.softcap);
             score.push_back(dot);
@@ -179,9 +231,11 @@ struct Operands {
           for (std::size_t n = 0; n < score.size(); ++n) {
             const double weight = std::exp(score[n] - top);
             total += weight;
-            const T* value =
-                &v[static_cast<std::size_t>(slot_of(b, position[n])) * row + h / (c.n_heads / c.n_kv_heads) * c.head_dim];
-            for (int d = 0; d < c.head_dim; ++d) expected[d] += weight * Storage<T>::unpack(value[d]);
+            const std::size_t value =
+                static_cast<std::size_t>(slot_of(b, position[n])) * row + h / (c.n_heads / c.n_kv_heads) * c.head_dim;
+            for (int d = 0; d < c.head_dim; ++d) {
+              expected[d] += weight * (c.narrow ? v8.at(value + d, c.head_dim) : Storage<T>::unpack(v[value + d]));
+            }
           }
           for (int d = 0; d < c.head_dim; ++d) {
             if (total > 0.0) expected[d] /= total;
@@ -195,7 +249,7 @@ struct Operands {
           }
           const double expected_lse = total > 0.0 ? top + std::log(total) : -INFINITY;
           const double got = lse[token * c.n_heads + h];
-          const double lse_error = expected_lse == got ? 0.0 : std::fabs(got - expected_lse) / 1e-3;
+          const double lse_error = expected_lse == got ? 0.0 : std::fabs(got - expected_lse) / Storage<T>::kEpsilon;
           if (!(lse_error <= worst)) worst = std::isnan(lse_error) ? INFINITY : lse_error;
         }
       }

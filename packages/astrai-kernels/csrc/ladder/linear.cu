@@ -111,7 +111,8 @@ double round_to(double value) {
 template <typename T>
 double verify(const Case& c, Epilogue epilogue) {
   const Operands<T> o(c, epilogue);
-  const std::vector<T> out = o.run([&] { return astrai::linear(o.params(c.rows), Storage<T>::kDType, nullptr); });
+  const std::vector<T> out =
+      o.run([&] { return ladder::run_linear(o.params(c.rows), Storage<T>::kDType, nullptr, false); });
   double worst = 0.0;
 #pragma omp parallel for reduction(max : worst)
   for (int row = 0; row < c.rows; ++row) {
@@ -168,20 +169,24 @@ double same_bits(const Case& c, Epilogue epilogue, const std::vector<Variant>& v
   LinearDevice device = {};
   ladder::check(astrai::linear_device(&device), "linear_device");
   const Operands<T> o(c, epilogue);
-  const std::vector<T> expected = o.run([&] { return astrai::linear(o.params(c.rows), Storage<T>::kDType, nullptr); });
+  const auto run = [&](int rows) {
+    return o.run([&] { return ladder::run_linear(o.params(rows), Storage<T>::kDType, nullptr, true); });
+  };
+  const std::vector<T> expected = run(c.rows);
   const auto differs = [&](const std::vector<T>& got, int rows) {
     return std::memcmp(got.data(), expected.data(), static_cast<std::size_t>(rows) * o.out_stride * sizeof(T)) != 0;
   };
-  for (const int rows : {1, 2, 5, 8, 9, 16, 17, 32, 33, 64, 65, 127, 128}) {
+  for (const int rows : {1, 2, 5, 8, 9, 16, 17, 32, 33, 64, 65, 127, 128, 129, 256, 300}) {
     if (rows > c.rows) continue;
-    if (differs(o.run([&] { return astrai::linear(o.params(rows), Storage<T>::kDType, nullptr); }), rows)) {
+    if (differs(run(rows), rows)) {
       *culprit = std::to_string(rows) + " rows";
       return INFINITY;
     }
     for (const Variant& variant : variants) {
       LinearParams params = o.params(rows);
+      params.fixed_order = true;
       astrai::derive(params);
-      if (!ladder::suits(variant, params, device)) continue;
+      if (!variant.in_order || !ladder::suits(variant, params, device)) continue;
       if (differs(o.run([&] { return variant.launch(params, device); }), rows)) {
         *culprit = variant.name + ", " + std::to_string(rows) + " rows";
         return INFINITY;
@@ -196,7 +201,8 @@ void verify_all(ladder::Report& report, bool quick) {
   const char* type = Storage<T>::kName;
   const Case cases[] = {{1, 1, 8, 0},       {3, 7, 24, 5},      {8, 16, 64, 0},     {5, 100, 136, 4},  {8, 300, 1544, 8},
                         {2, 1536, 1536, 0}, {9, 33, 72, 3},     {16, 129, 200, 8},  {17, 260, 640, 4}, {32, 1000, 576, 0},
-                        {33, 65, 1032, 1},  {64, 515, 264, 12}, {128, 520, 1096, 8}, {100, 130, 2056, 2}};
+                        {33, 65, 1032, 1},  {64, 515, 264, 12}, {128, 520, 1096, 8}, {100, 130, 2056, 2},
+                        {129, 70, 136, 5},  {300, 260, 1096, 8}, {1100, 130, 72, 1}};
   for (const Case& c : cases) {
     for (const Epilogue epilogue : {Epilogue::kNone, Epilogue::kBias, Epilogue::kResidual, Epilogue::kBoth,
                                     Epilogue::kSwiglu, Epilogue::kNorm}) {
@@ -205,7 +211,8 @@ void verify_all(ladder::Report& report, bool quick) {
     }
   }
   const std::vector<Variant> variants = ladder::released<T>();
-  for (const Case& c : {Case{128, 264, 1096, 0}, Case{128, 1024, 512, 8}, Case{40, 13000, 328, 4}}) {
+  for (const Case& c : {Case{128, 264, 1096, 0}, Case{128, 1024, 512, 8}, Case{40, 13000, 328, 4}, Case{300, 200, 584, 5},
+                        Case{300, 1536, 4096, 0}, Case{300, 13000, 328, 0}}) {
     if (quick && c.features > 1024) continue;
     for (const Epilogue epilogue : {Epilogue::kResidual, Epilogue::kSwiglu}) {
       std::string culprit;
@@ -221,7 +228,7 @@ int main(int argc, char** argv) {
   ladder::Report report;
   if (argc > 1 && std::strcmp(argv[1], "--tune") == 0) {
     for (const Variant& variant : ladder::to_tune()) {
-      if (variant.slices > 0) continue;  // other bits by intent
+      if (!variant.in_order) continue;  // other bits by intent
       for (const Case& c : {Case{variant.most_rows, 1024, 512, 0}, Case{variant.most_rows, 13000, 136, 0}}) {
         std::string culprit;
         const double error = same_bits<astrai::bfloat16>(c, Epilogue::kSwiglu, {variant}, &culprit);
@@ -238,6 +245,7 @@ int main(int argc, char** argv) {
   if (!quick) {
     const ladder::Pool pool;
     ladder::measure_released(pool);
+    ladder::measure_many();
   }
   return report.finish();
 }

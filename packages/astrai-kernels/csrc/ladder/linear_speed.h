@@ -124,6 +124,44 @@ inline void measure_released(const Pool& pool) {
   }
 }
 
+/// Rates for more rows, of every kernel that the device can run.
+inline void measure_many() {
+  using T = astrai::bfloat16;
+  LinearDevice device = {};
+  check(astrai::linear_device(&device), "linear_device");
+  for (const Projection& p : {Projection{"preset gate_up", 6912, 1536, End::kSwiglu},
+                              Projection{"preset down", 1536, 6912, End::kResidual},
+                              Projection{"llama1b qkv", 3072, 2048, End::kNothing},
+                              Projection{"square", 8192, 8192, End::kNothing}}) {
+    const std::size_t weight_rows = static_cast<std::size_t>(p.features) * (p.end == End::kSwiglu ? 2 : 1);
+    for (const int rows : {512, 2048, 8192}) {
+      const Buffer<T> weight(random_values<T>(weight_rows * p.depth, 1));
+      const Buffer<T> x(random_values<T>(static_cast<std::size_t>(rows) * p.depth, 2));
+      const Buffer<T> out(random_values<T>(static_cast<std::size_t>(rows) * p.features, 3));
+      LinearParams params = {};
+      params.x = x.get();
+      params.x_stride = p.depth;
+      params.weight = weight.get();
+      params.weight_stride = p.depth;
+      params.out = out.get();
+      params.out_stride = p.features;
+      params.residual = p.end == End::kResidual ? out.get() : nullptr;
+      params.residual_stride = p.features;
+      params.rows = rows;
+      params.features = p.features;
+      params.depth = p.depth;
+      params.swiglu = p.end == End::kSwiglu;
+      astrai::derive(params);
+      for (const Variant& variant : {tiled<T, true>(), tiled<T, false>()}) {
+        if (!suits(variant, params, device)) continue;
+        const double microseconds = graph_microseconds(8, [&](int) { return variant.launch(params, device); });
+        std::printf("%-16s %6d x %4d rows %4d  %-16s %9.2f us  %6.1f TFLOP/s\n", p.name, p.features, p.depth, rows,
+                    variant.name.c_str(), microseconds, 2e-6 * rows * weight_rows * p.depth / microseconds);
+      }
+    }
+  }
+}
+
 /// Every variant that suits, in microseconds, and the fastest; a line for each number of rows. `part` of a projection's
 /// name selects.
 inline void tune(const Pool& pool, const char* part) {
@@ -131,7 +169,7 @@ inline void tune(const Pool& pool, const char* part) {
   for (const Projection& p : kProjections) {
     if (std::strstr(p.name, part) == nullptr) continue;
     std::printf("%s, %d x %d, %d slices\n", p.name, p.features, p.depth,
-                astrai::linear_slices(p.end == End::kSwiglu ? 2 * p.features : p.features, p.depth));
+                astrai::linear_slices(p.depth));
     for (const int rows : {1, 8, 16, 32, 64, 128}) {
       const double ours = measure(pool, p, rows, nullptr);
       std::printf(" %3d rows: released %.2f", rows, ours);

@@ -4,12 +4,21 @@
 #include <functional>
 
 #include "astrai/linear/linear.cuh"
+#include "astrai/linear/tiled.cuh"
 #include "ladder.h"
 
 namespace ladder {
 
 using astrai::LinearDevice;
 using astrai::LinearParams;
+
+/// What the library launches; `fixed_order` as in bindings/ops.h.
+inline cudaError_t run_linear(LinearParams params, astrai::DType dtype, cudaStream_t stream, bool fixed_order) {
+  params.fixed_order = fixed_order;
+  return params.rows > (fixed_order ? astrai::kContractRows : astrai::kLinearFewRows)
+             ? astrai::linear_tiled(params, dtype, stream)
+             : astrai::linear(params, dtype, stream);
+}
 
 /// What a launch can choose beside the kernel; 0 or less: as the library does.
 struct Choice {
@@ -25,7 +34,8 @@ struct Variant {
   std::string name;
   int least_rows;  // fewer are right too, but not worth timing
   int most_rows;
-  int slices;  // see Choice
+  int slices;     // see Choice
+  bool in_order;  // obeys the reduction contract
   std::function<bool(const LinearParams&, const LinearDevice&)> suits;
   std::function<cudaError_t(const LinearParams&, const LinearDevice&)> launch;
 };
@@ -58,7 +68,7 @@ template <typename T, int kTiles, int kRowTiles, int kStages>
 Variant narrow(const Choice& choice = {}) {
   char name[64];
   std::snprintf(name, sizeof name, "n%dx%d/%ds", 16 * kTiles, 8 * kRowTiles, kStages);
-  return {name_of(name, choice), kRowTiles == 1 ? 1 : 4 * kRowTiles + 1, 8 * kRowTiles, choice.slices,
+  return {name_of(name, choice), kRowTiles == 1 ? 1 : 4 * kRowTiles + 1, 8 * kRowTiles, choice.slices, choice.slices == 0,
           astrai::narrow_suits<kTiles, kRowTiles, 8, kStages, false>,
           [choice](const LinearParams& params, const LinearDevice& device) {
             return astrai::launch_linear_narrow<T, kTiles, kRowTiles, 8, kStages, false>(
@@ -71,7 +81,7 @@ Variant wide(const Choice& choice = {}) {
   using Shape = astrai::WideShape<kRowTiles, kDown, kAcross, kTiles, kStages, kSumRows>;
   char name[64];
   std::snprintf(name, sizeof name, "%s%dx%d/%dw/%ds", kGroups ? "g" : "w", Shape::kWidth, Shape::kRows, kDown * kAcross, kStages);
-  return {name_of(name, choice), 4 * kRowTiles + 1, 8 * kRowTiles, choice.slices,
+  return {name_of(name, choice), 4 * kRowTiles + 1, 8 * kRowTiles, choice.slices, Shape::kKeepsSlices && choice.slices == 0,
           [choice](const LinearParams& params, const LinearDevice& device) {
             // A limit that the shared memory does not allow would be another variant.
             return astrai::wide_suits<Shape>(params, device) &&
@@ -84,11 +94,20 @@ Variant wide(const Choice& choice = {}) {
           }};
 }
 
+template <typename T, bool kGroups>
+Variant tiled() {
+  return {kGroups ? "tiled by groups" : "tiled", astrai::kLinearFewRows + 1, 1 << 28, 0, true,
+          astrai::tiled_suits<kGroups>,
+          [](const LinearParams& params, const LinearDevice& device) {
+            return astrai::launch_linear_tiled<T, kGroups>(params, device, stream_of_the_program());
+          }};
+}
+
 /// The released kernels, the wide ones with every size of cluster.
 template <typename T>
 std::vector<Variant> released() {
   std::vector<Variant> all;
-#define ASTRAI_CASE(T_, TILES, ROW_TILES, WARPS, STAGES, NORM, MOST_STEPS, LEAST_SLICES) \
+#define ASTRAI_CASE(T_, TILES, ROW_TILES, WARPS, STAGES, NORM, BLOCKS, LEAST_STEPS, MOST_TILES) \
   if (!NORM) all.push_back(narrow<T_, TILES, ROW_TILES, STAGES>());
   ASTRAI_LINEAR_NARROW_CASES(ASTRAI_CASE, T)
 #undef ASTRAI_CASE
@@ -100,6 +119,9 @@ std::vector<Variant> released() {
   }
   ASTRAI_LINEAR_WIDE_CASES(ASTRAI_CASE, T)
 #undef ASTRAI_CASE
+#define ASTRAI_CASE(T_, GROUPS) all.push_back(tiled<T_, GROUPS>());
+  ASTRAI_LINEAR_TILED_CASES(ASTRAI_CASE, T)
+#undef ASTRAI_CASE
   return all;
 }
 
@@ -107,61 +129,29 @@ std::vector<Variant> released() {
 inline std::vector<Variant> to_tune() {
   using T = astrai::bfloat16;
   return {
-      // 1 to 8 rows: what early release and prefetching bring, depth of the queue, slices
-      narrow<T, 1, 1, 4>({2, 0, 0, 0, true}),
-      narrow<T, 1, 1, 4>({2, 0, 0, 0, false}),
+      // 1 to 8 rows: depth of the queue, blocks, early release
+      narrow<T, 1, 1, 8>({1, 0, 0, 4, false}),
       narrow<T, 1, 1, 4>({2, 0, 0, 4, false}),
-      narrow<T, 1, 1, 4>({2, 0, 0, 16, false}),
-      narrow<T, 1, 1, 4>({1, 0, 0, 4, false}),
-      narrow<T, 1, 1, 3>({2, 0, 0, 4, false}),
-      narrow<T, 1, 1, 3>({1, 0, 0, 8, false}),
-      narrow<T, 1, 1, 2>({2, 0, 0, 4, false}),
-      narrow<T, 1, 1, 6>({1, 0, 0, 4, false}),
-      narrow<T, 2, 1, 2>({2, 0, 0, 4, false}),
-      narrow<T, 1, 1, 4>({2, 0, 2, -1, false}),
-      narrow<T, 1, 1, 4>({2, 0, 4, -1, false}),
-      narrow<T, 1, 1, 4>({2, 0, 8, -1, false}),
+      narrow<T, 1, 1, 4>({2, 0, 0, 0, true}),
       // 9 to 16
+      narrow<T, 1, 2, 5>({1, 0, 0, 4, false}),
       narrow<T, 1, 2, 3>({2, 0, 0, 0, true}),
-      narrow<T, 1, 2, 3>(),
-      narrow<T, 1, 2, 2>(),
-      narrow<T, 1, 2, 4>({1, 0, 0, -1, false}),
-      narrow<T, 2, 2, 2>(),
-      wide<T, 2, 4, 1, 1, 6, 16>({3, 2, 0, -1, false}),
-      wide<T, 2, 4, 1, 1, 6, 16>({3, 4, 0, -1, false}),
       wide<T, 2, 4, 1, 1, 6, 16>({3, 8, 0, -1, false}),
-      wide<T, 2, 4, 1, 1, 6, 16>({2, 8, 0, -1, false}),
       // 17 to 32
-      narrow<T, 1, 4, 2>(),
       narrow<T, 1, 4, 3>({1, 0, 0, -1, false}),
-      narrow<T, 2, 4, 2>({1, 0, 0, -1, false}),
+      wide<T, 4, 4, 1, 1, 6, 32>({2, 1, 0, -1, false}),
       wide<T, 4, 4, 1, 1, 6, 32>({2, 8, 0, -1, true}),
-      wide<T, 4, 4, 1, 1, 6, 32>({2, 2, 0, -1, false}),
-      wide<T, 4, 4, 1, 1, 6, 32>({2, 4, 0, -1, false}),
-      wide<T, 4, 4, 1, 1, 6, 32>({2, 8, 0, -1, false}),
       wide<T, 4, 4, 2, 1, 6, 32>({2, 8, 0, -1, false}),
       wide<T, 4, 4, 1, 2, 5, 32>({2, 8, 0, -1, false}),
       // 33 to 64
-      wide<T, 8, 4, 2, 1, 4, 64>({2, 2, 0, -1, false}),
-      wide<T, 8, 4, 2, 1, 4, 64>({2, 4, 0, -1, false}),
+      wide<T, 8, 4, 1, 1, 5, 64, true>({2, 1, 0, -1, false}),
+      wide<T, 8, 4, 1, 1, 5, 64, true>({2, 8, 0, -1, true}),
       wide<T, 8, 4, 2, 1, 4, 64>({2, 8, 0, -1, false}),
-      wide<T, 8, 4, 2, 1, 6, 64>({1, 8, 0, -1, false}),
-      wide<T, 8, 4, 2, 2, 6, 64>({1, 8, 0, -1, false}),
-      wide<T, 8, 4, 2, 2, 3, 64>({2, 8, 0, -1, false}),
-      // 65 to 128
-      wide<T, 16, 4, 2, 1, 3, 128>({2, 2, 0, -1, false}),
-      wide<T, 16, 4, 2, 1, 3, 128>({2, 4, 0, -1, false}),
-      wide<T, 16, 4, 2, 1, 3, 128>({2, 8, 0, -1, false}),
-      wide<T, 16, 4, 2, 2, 4, 128>({1, 8, 0, -1, false}),
-      wide<T, 16, 4, 2, 2, 5, 32>({1, 1, 0, -1, false}),
-      wide<T, 16, 4, 2, 4, 4, 16>({1, 1, 0, -1, false}),
-      // by warpgroups
-      wide<T, 8, 4, 1, 1, 5, 64, true>({2, 8, 0, -1, false}),
       wide<T, 8, 8, 1, 1, 6, 64, true>({1, 8, 0, -1, false}),
-      wide<T, 16, 4, 1, 1, 3, 128, true>({2, 4, 0, -1, false}),
-      wide<T, 16, 4, 1, 1, 3, 128, true>({2, 8, 0, -1, false}),
-      wide<T, 16, 8, 1, 1, 5, 32, true>({1, 1, 0, -1, false}),
-      wide<T, 16, 8, 1, 2, 4, 16, true>({1, 1, 0, -1, false}),
+      // 65 to 128
+      wide<T, 16, 4, 1, 1, 4, 64, true>({2, 8, 0, -1, false}),
+      wide<T, 16, 8, 1, 1, 5, 64, true>({1, 8, 0, -1, false}),
+      wide<T, 16, 8, 1, 1, 6, 32, true>({1, 8, 0, -1, false}),
   };
 }
 

@@ -234,7 +234,7 @@ double verify(const Case& c, bool draws) {
     o.logits[9 * o.stride() + 4] = Storage<T>::pack(NAN);
   }
   const Device<T> device(o);
-  ladder::check(astrai::sampling(device.parameters(draws), Storage<T>::kDType, nullptr), "sampling");
+  ladder::check(astrai::launch_sampling<T>(device.parameters(draws), nullptr), "sampling");
   ladder::check(cudaDeviceSynchronize(), "sampling");
   const std::vector<int64_t> tokens = device.out.read();
   double worst = 0.0;
@@ -253,7 +253,7 @@ void measure(ladder::Report& report, const char* what, const Case& c, const Wish
   const int buffers = ladder::buffer_sets(bytes);
   const Device<T> device(o, buffers);
   const double microseconds = ladder::median_microseconds(buffers, [&](int i, cudaStream_t stream) {
-    return astrai::sampling(device.parameters(draws, i), Storage<T>::kDType, stream);
+    return astrai::launch_sampling<T>(device.parameters(draws, i), stream);
   });
   report.bandwidth(name_of<T>(what, c), microseconds, bytes);
 }

@@ -6,10 +6,12 @@ Importing this package imports neither torch nor the extension; both are loaded 
 :func:`rms_norm`, :func:`add_rms_norm`    RMSNorm, alone and behind a residual add
 :func:`apply_rotary`,                     rotary position embedding of q and k, out of place and in
 :func:`apply_rotary_`                     place
-:func:`linear`                            x @ weight^T of 1 to 128 rows, with an epilogue
+:func:`linear`                            x @ weight^T with an epilogue, in a fixed order on request
+:func:`lora_shrink`, :func:`lora_expand`  the two halves of LoRA, an adapter for each row
 :func:`decode_attention`,                 attention of a few query rows a request over a paged or contiguous
 :class:`DecodePlan`                       KV cache; how a step's work is cut, and its scratch
 :func:`prefill_attention`                 causal attention of ragged queries over such a cache
+:func:`scalar_attention`                  its slow and readable twin
 :func:`qkv_norm_rope_write`               qk-norm, rotary and KV write of a fused projection
 :func:`gated_activation`                  SwiGLU and GeGLU
 :func:`embedding`                         rows of a table by their ids
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
     from .attention import DecodePlan, decode_attention
     from .elementwise import embedding, gated_activation
     from .fused import add_rms_norm, rms_norm
-    from .prefill import prefill_attention
+    from .lora import lora_expand, lora_shrink
+    from .prefill import prefill_attention, scalar_attention
     from .projection import linear
     from .qkv import qkv_norm_rope_write
     from .rotary import apply_rotary, apply_rotary_
@@ -53,14 +56,18 @@ __all__ = [
     "embedding",
     "gated_activation",
     "linear",
+    "lora_expand",
+    "lora_shrink",
     "prefill_attention",
     "qkv_norm_rope_write",
     "rms_norm",
     "sample",
+    "scalar_attention",
 ]
 
 _HOMES = {
     "prefill_attention": "prefill",
+    "scalar_attention": "prefill",
     "argmax": "sampling",
     "sample": "sampling",
     "embedding": "elementwise",
@@ -73,6 +80,8 @@ _HOMES = {
     "add_rms_norm": "fused",
     "rms_norm": "fused",
     "linear": "projection",
+    "lora_expand": "lora",
+    "lora_shrink": "lora",
     "apply_rotary": "rotary",
     "apply_rotary_": "rotary",
 }

@@ -21,6 +21,8 @@ _FUNCTIONS = (
     "embedding",
     "gated_activation",
     "linear",
+    "lora_expand",
+    "lora_shrink",
     "qkv_norm_rope_write",
     "rms_norm",
     "rotary",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._checks import DTYPE_NUMBERS, check_device, check_dtype, check_last_dim, check_output, check_shape
+from ._attention import HEAD_DIMS, check_operands, check_vector, key_strides, scale_strides
+from ._checks import DTYPE_NUMBERS, check_device, check_dtype, check_shape
 from ._library import refuse_grad, register
 from ._loader import extension
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 CHUNK_ALIGN = 64
 _CHUNK_WORDS = 8
 _HEADER_WORDS = 4
@@ -132,6 +132,8 @@ def decode_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     overlap: bool = False,
@@ -144,7 +146,7 @@ def decode_attention(
         ``[batch * q_len, n_heads, head_dim]`` float16 or bfloat16; a request's rows lie together.
     k, v : Tensor
         Paged: ``[size, n_kv_heads, head_dim]``, any page size, read through `req_to_token`. Contiguous:
-        ``[batch, max_len, n_kv_heads, head_dim]``. Of q's type; strided views allowed.
+        ``[batch, max_len, n_kv_heads, head_dim]``. Of q's type, or float8_e4m3fn with scales; strided views allowed.
     plan : DecodePlan
         Updated for this step's lengths.
     req_to_token : Tensor, optional
@@ -157,6 +159,10 @@ def decode_attention(
         ``[n_heads]`` fp32 logits that take part in the softmax and carry no value (arXiv:2309.17453, section 3.2).
     mask : Tensor, optional
         ``[batch * q_len, max_len]`` bool, True where a key may be seen.
+    k_scale, v_scale : Tensor, optional
+        Of a float8_e4m3fn cache, as :func:`qkv_norm_rope_write` fills it: ``[size, n_kv_heads]``, or ``[batch, max_len,
+        n_kv_heads]``, fp32; a key is ``k_scale * k``. Products are then taken in fp16: queries beyond 65,504 and values
+        beyond 28,000 saturate.
     out : Tensor, optional
         Where to write, of q's shape and type.
     lse : Tensor, optional
@@ -184,7 +190,8 @@ def decode_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _decode_op(
         q, k, v, req_to_token, out, lse, mask, sinks, plan.chunks, plan.partial_out, plan.partial_ml, plan.counters,
-        list(plan.shape), plan.max_chunks, q.shape[-1] ** -0.5 if scale is None else scale, softcap, overlap,
+        list(plan.shape), plan.max_chunks, q.shape[-1] ** -0.5 if scale is None else scale, softcap, overlap, k_scale,
+        v_scale,
     )  # fmt: skip
     return out
 
@@ -202,58 +209,16 @@ def _check_shape(max_batch: int, n_heads: int, n_kv_heads: int, head_dim: int, q
         raise ValueError(f"DecodePlan: window is {window}, expected at least 1, or None")
 
 
-def check_vector(op: str, name: str, tensor: Tensor) -> None:
-    """Check for a contiguous vector."""
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(
-            f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, expected a contiguous [batch]"
-        )
-
-
 def _index(device: torch.device) -> int:
     if device.type != "cuda":
         raise ValueError(f"DecodePlan: device is {device}, expected a CUDA device")
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def check_operands(
-    op: str, q: Tensor, k: Tensor, v: Tensor, batch: int | None, n_kv_heads: int, out: Tensor, lse: Tensor | None,
-    table: Tensor | None, mask: Tensor | None, sinks: Tensor | None,
-) -> None:  # fmt: skip
-    """Check what decode and prefill share; `batch` is None for a paged cache."""
-    tokens, n_heads, head_dim = q.shape
-    check_dtype(op, "q", q, torch.float16, torch.bfloat16)
-    for name, tensor in (("k", k), ("v", v)):
-        check_device(op, name, tensor, q.device)
-        check_dtype(op, name, tensor, q.dtype)
-        leading = (tensor.shape[0],) if batch is None else (batch, *tensor.shape[1:2])
-        check_shape(op, name, tensor, (*leading, n_kv_heads, head_dim), "slots or batch and length, heads, head_dim")
-    check_output(op, "out", out, "q", q)
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
-        check_last_dim(op, name, tensor)
-        if tensor.numel() and any(stride % 8 for stride in tensor.stride()[:-1]):
-            raise ValueError(f"{op}: {name} has strides {tensor.stride()}, expected multiples of 8 elements (16 bytes)")
-    for name, optional, dtype in (
-        ("req_to_token", table, torch.int32),
-        ("lse", lse, torch.float32),
-        ("mask", mask, torch.bool),
-        ("sinks", sinks, torch.float32),
-    ):
-        if optional is not None:
-            check_device(op, name, optional, q.device)
-            check_dtype(op, name, optional, dtype)
-            check_last_dim(op, name, optional)
-    if lse is not None:
-        check_shape(op, "lse", lse, (tokens, n_heads), "a row per query and head")
-        if not lse.is_contiguous():
-            raise ValueError(f"{op}: lse has strides {lse.stride()}, expected a contiguous tensor")
-    if sinks is not None:
-        check_shape(op, "sinks", sinks, (n_heads,), "one per head")
-
-
 def _check_decode(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, out: Tensor, lse: Tensor | None, mask: Tensor | None,
-    sinks: Tensor | None, counters: Tensor, shape: list[int], softcap: float,
+    sinks: Tensor | None, counters: Tensor, shape: list[int], softcap: float, k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:  # fmt: skip
     op = "decode_attention"
     n_heads, n_kv_heads, head_dim, q_len, _ = shape
@@ -267,7 +232,7 @@ def _check_decode(
             f"{counters.shape[0]} requests"
         )
     batch = None if table is not None else q.shape[0] // q_len
-    check_operands(op, q, k, v, batch, n_kv_heads, out, lse, table, mask, sinks)
+    check_operands(op, q, k, v, batch, n_kv_heads, out, lse, table, mask, sinks, k_scale, v_scale)
     if softcap < 0:
         raise ValueError(f"{op}: softcap is {softcap}, expected at least 0")
 
@@ -276,8 +241,9 @@ def _decode(
     q: Tensor, k: Tensor, v: Tensor, req_to_token: Tensor | None, out: Tensor, lse: Tensor | None,
     mask: Tensor | None, sinks: Tensor | None, chunks: Tensor, partial_out: Tensor, partial_ml: Tensor,
     counters: Tensor, shape: list[int], max_chunks: int, scale: float, softcap: float, overlap: bool,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    _check_decode(q, k, v, req_to_token, out, lse, mask, sinks, counters, shape, softcap)
+    _check_decode(q, k, v, req_to_token, out, lse, mask, sinks, counters, shape, softcap, k_scale, v_scale)
     if q.numel() == 0:
         return
     extension().attention_decode(
@@ -289,6 +255,8 @@ def _decode(
         0 if lse is None else lse.data_ptr(),
         key_strides(k),
         key_strides(v),
+        scale_strides(k_scale),
+        scale_strides(v_scale),
         (0, 0) if req_to_token is None else (req_to_token.data_ptr(), req_to_token.stride(0)),
         (0, 0) if mask is None else (mask.data_ptr(), mask.stride(0)),
         0 if sinks is None else sinks.data_ptr(),
@@ -300,19 +268,13 @@ def _decode(
     )
 
 
-def key_strides(tensor: Tensor) -> tuple[int, int, int, int]:
-    """Address of a paged or contiguous buffer, and its slot, head and batch strides in elements."""
-    if tensor.dim() == 3:
-        return tensor.data_ptr(), tensor.stride(0), tensor.stride(1), 0
-    return tensor.data_ptr(), tensor.stride(1), tensor.stride(2), tensor.stride(0)
-
-
 def _decode_fake(
     q: Tensor, k: Tensor, v: Tensor, req_to_token: Tensor | None, out: Tensor, lse: Tensor | None,
     mask: Tensor | None, sinks: Tensor | None, chunks: Tensor, partial_out: Tensor, partial_ml: Tensor,
     counters: Tensor, shape: list[int], max_chunks: int, scale: float, softcap: float, overlap: bool,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    _check_decode(q, k, v, req_to_token, out, lse, mask, sinks, counters, shape, softcap)
+    _check_decode(q, k, v, req_to_token, out, lse, mask, sinks, counters, shape, softcap, k_scale, v_scale)
 
 
 def _plan(
@@ -340,7 +302,8 @@ def _plan_fake(
 _decode_op = register(
     "attention_decode_out(Tensor q, Tensor k, Tensor v, Tensor? req_to_token, Tensor(a!) out, Tensor(b!)? lse, "
     "Tensor? mask, Tensor? sinks, Tensor chunks, Tensor(c!) partial_out, Tensor(d!) partial_ml, Tensor(e!) counters, "
-    "int[] shape, int max_chunks, float scale, float softcap, bool overlap) -> ()",
+    "int[] shape, int max_chunks, float scale, float softcap, bool overlap, Tensor? k_scale=None, Tensor? v_scale=None) "
+    "-> ()",
     _decode,
     _decode_fake,
 )

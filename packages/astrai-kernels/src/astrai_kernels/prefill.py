@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ._attention import HEAD_DIMS, check_operands, check_vector, key_strides, scale_strides
 from ._checks import DTYPE_NUMBERS, check_device, check_dtype, check_shape
 from ._library import refuse_grad, register
 from ._loader import extension
-from .attention import HEAD_DIMS, check_operands, check_vector, key_strides
 
 
 def prefill_attention(
@@ -25,6 +28,8 @@ def prefill_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
@@ -39,7 +44,7 @@ def prefill_attention(
         ``[tokens, n_heads, head_dim]`` float16 or bfloat16.
     k, v : Tensor
         Paged: ``[size, n_kv_heads, head_dim]``, read through `req_to_token`. Contiguous: ``[batch, max_len, n_kv_heads,
-        head_dim]``. Of q's type; strided views allowed.
+        head_dim]``. Of q's type, or float8_e4m3fn with scales; strided views allowed.
     qo_indptr : Tensor
         ``[batch + 1]`` int32: prefix sum of the requests' query rows.
     seq_lens : Tensor
@@ -50,7 +55,7 @@ def prefill_attention(
         ``[batch]`` int64: rows of `req_to_token`; 0, 1, 2, ... if it is not given.
     window : int, optional
         Keys a query sees, its own included.
-    scale, softcap, sinks, out, lse
+    scale, softcap, sinks, k_scale, v_scale, out, lse
         As :func:`astrai_kernels.decode_attention` takes them.
     mask : Tensor, optional
         ``[tokens, max_len]`` bool, True where a key may be seen.
@@ -72,17 +77,67 @@ def prefill_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     _prefill_op(
-        q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, out, lse, mask, sinks, scale, window or 0, softcap
-    )
+        q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, out, lse, mask, sinks, scale, window or 0, softcap,
+        k_scale, v_scale,
+    )  # fmt: skip
+    return out
+
+
+def scalar_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qo_indptr: Tensor,
+    seq_lens: Tensor,
+    *,
+    req_to_token: Tensor | None = None,
+    req_indices: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Readable twin of :func:`prefill_attention` and :func:`decode_attention` on the GPU: one warp a query row and head,
+    one key after the other, in fp32. Slow; a second opinion.
+
+    Parameters
+    ----------
+    q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, scale, window, softcap, sinks, mask, k_scale, v_scale, out, lse
+        As :func:`prefill_attention` takes them. Decoding is prefill of requests with one query row each.
+
+    Returns
+    -------
+    Tensor
+        ``[tokens, n_heads, head_dim]``
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument whose device, shape, strides, value or type is not accepted.
+    RuntimeError
+        If an input requires a gradient while gradients are enabled, or CUDA refuses the launch.
+    """
+    refuse_grad("scalar_attention", q=q, k=k, v=v, out=out)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    _scalar_op(
+        q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, out, lse, mask, sinks, scale, window or 0, softcap,
+        k_scale, v_scale,
+    )  # fmt: skip
     return out
 
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, qo_indptr: Tensor, seq_lens: Tensor, table: Tensor | None, rows: Tensor | None,
     out: Tensor, lse: Tensor | None, mask: Tensor | None, sinks: Tensor | None, scale: float, window: int,
-    softcap: float,
+    softcap: float, k_scale: Tensor | None = None, v_scale: Tensor | None = None, op: str = "prefill_attention",
 ) -> None:  # fmt: skip
-    op = "prefill_attention"
     check_device(op, "q", q)
     if q.dim() != 3 or q.shape[2] not in HEAD_DIMS:
         raise ValueError(
@@ -105,7 +160,9 @@ def _check(
     check_shape(op, "qo_indptr", qo_indptr, (batch + 1,), "one more than seq_lens")
     if rows is not None:
         check_shape(op, "req_indices", rows, (batch,), "one per request")
-    check_operands(op, q, k, v, None if table is not None else batch, n_kv_heads, out, lse, table, mask, sinks)
+    check_operands(
+        op, q, k, v, None if table is not None else batch, n_kv_heads, out, lse, table, mask, sinks, k_scale, v_scale
+    )
     if scale <= 0:
         raise ValueError(f"{op}: scale is {scale}, expected a positive number")
     if window < 0:
@@ -114,15 +171,29 @@ def _check(
         raise ValueError(f"{op}: softcap is {softcap}, expected at least 0")
 
 
-def _prefill(
-    q: Tensor, k: Tensor, v: Tensor, qo_indptr: Tensor, seq_lens: Tensor, req_to_token: Tensor | None,
-    req_indices: Tensor | None, out: Tensor, lse: Tensor | None, mask: Tensor | None, sinks: Tensor | None,
-    scale: float, window: int, softcap: float,
+def _prefill(*arguments: Any) -> None:
+    _check(*arguments)
+    _launch(extension().attention_prefill, *arguments)
+
+
+def _scalar(*arguments: Any) -> None:
+    _check_scalar(*arguments)
+    _launch(extension().attention_scalar, *arguments)
+
+
+def _check_scalar(*arguments: Any) -> None:
+    _check(*arguments, op="scalar_attention")
+
+
+def _launch(
+    launcher: Callable[..., None], q: Tensor, k: Tensor, v: Tensor, qo_indptr: Tensor, seq_lens: Tensor,
+    req_to_token: Tensor | None, req_indices: Tensor | None, out: Tensor, lse: Tensor | None, mask: Tensor | None,
+    sinks: Tensor | None, scale: float, window: int, softcap: float, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    _check(q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, out, lse, mask, sinks, scale, window, softcap)
     if q.numel() == 0:
         return
-    extension().attention_prefill(
+    launcher(
         DTYPE_NUMBERS[q.dtype],
         q.device.index,
         torch.cuda.current_stream(q.device).cuda_stream,
@@ -131,6 +202,8 @@ def _prefill(
         0 if lse is None else lse.data_ptr(),
         key_strides(k),
         key_strides(v),
+        scale_strides(k_scale),
+        scale_strides(v_scale),
         (0, 0) if req_to_token is None else (req_to_token.data_ptr(), req_to_token.stride(0)),
         (0, 0) if mask is None else (mask.data_ptr(), mask.stride(0)),
         0 if sinks is None else sinks.data_ptr(),
@@ -147,10 +220,10 @@ def _prefill(
     )
 
 
-_prefill_op = register(
-    "attention_prefill_out(Tensor q, Tensor k, Tensor v, Tensor qo_indptr, Tensor seq_lens, Tensor? req_to_token, "
-    "Tensor? req_indices, Tensor(a!) out, Tensor(b!)? lse, Tensor? mask, Tensor? sinks, float scale, int window, "
-    "float softcap) -> ()",
-    _prefill,
-    _check,
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor qo_indptr, Tensor seq_lens, Tensor? req_to_token, Tensor? req_indices, "
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor? mask, Tensor? sinks, float scale, int window, float softcap, "
+    "Tensor? k_scale=None, Tensor? v_scale=None) -> ()"
 )
+_prefill_op = register(f"attention_prefill_out{_SCHEMA}", _prefill, _check)
+_scalar_op = register(f"attention_scalar_out{_SCHEMA}", _scalar, _check_scalar)

@@ -1,4 +1,4 @@
-"""Linear projections of few rows: decoding's matrix products, which are bound by reading the weight."""
+"""Linear projections whose result for a row does not depend on how many rows there are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import _checks as checks
 from ._library import refuse_grad, register
 from ._loader import extension
 
-MOST_ROWS = 128
+MOST_ROWS = 1 << 28
 # With norm_weight every thread block normalises all of x and keeps it in shared memory.
 MOST_NORM_ROWS = 8
 MOST_NORM_BYTES = 65536
@@ -56,9 +56,7 @@ def _check(
     checks.check_last_dim("linear", "x", x)
     rows = x.numel() // x.shape[-1]
     if rows > MOST_ROWS:
-        raise ValueError(
-            f"linear: x has {rows} rows, expected at most {MOST_ROWS}; for more there is torch.nn.functional.linear"
-        )
+        raise ValueError(f"linear: x has {rows} rows, expected at most {MOST_ROWS}")
     checks.check_device("linear", "weight", weight, x.device)
     checks.check_dtype("linear", "weight", weight, x.dtype)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or (swiglu and weight.shape[0] % 2):
@@ -103,6 +101,7 @@ def _launch(
     norm_weight: Tensor | None,
     norm_eps: float,
     out: Tensor,
+    fixed_order: bool,
 ) -> None:
     if out.numel() == 0:
         return
@@ -127,6 +126,7 @@ def _launch(
         out.shape[-1],
         x.shape[-1],
         swiglu,
+        fixed_order,
     )
 
 
@@ -138,6 +138,7 @@ def _linear_fake(
     swiglu: bool,
     norm_weight: Tensor | None,
     norm_eps: float,
+    fixed_order: bool = False,
 ) -> Tensor:
     shape = _check(x, weight, bias, residual, swiglu, norm_weight, norm_eps)
     return torch.empty(shape, dtype=x.dtype, device=x.device)
@@ -151,9 +152,10 @@ def _linear(
     swiglu: bool,
     norm_weight: Tensor | None,
     norm_eps: float,
+    fixed_order: bool = False,
 ) -> Tensor:
     out = _linear_fake(x, weight, bias, residual, swiglu, norm_weight, norm_eps)
-    _launch(x, weight, bias, residual, swiglu, norm_weight, norm_eps, out)
+    _launch(x, weight, bias, residual, swiglu, norm_weight, norm_eps, out, fixed_order)
     return out
 
 
@@ -166,6 +168,7 @@ def _linear_out_fake(
     norm_weight: Tensor | None,
     norm_eps: float,
     out: Tensor,
+    fixed_order: bool = False,
 ) -> None:
     shape = _check(x, weight, bias, residual, swiglu, norm_weight, norm_eps)
     _check_like_x("out", out, x, shape, "rows of x, out_features of weight")
@@ -181,18 +184,20 @@ def _linear_out(
     norm_weight: Tensor | None,
     norm_eps: float,
     out: Tensor,
+    fixed_order: bool = False,
 ) -> None:
     _linear_out_fake(x, weight, bias, residual, swiglu, norm_weight, norm_eps, out)
     if out.numel() > 0 and out.data_ptr() == x.data_ptr():
         raise ValueError("linear: out and x are the same memory, expected two tensors")
     if residual is not None:
         checks.check_in_place("linear", "out", out, "residual", residual)
-    _launch(x, weight, bias, residual, swiglu, norm_weight, norm_eps, out)
+    _launch(x, weight, bias, residual, swiglu, norm_weight, norm_eps, out, fixed_order)
 
 
 _ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, bool swiglu, Tensor? norm_weight, float norm_eps"
-_linear_op = register(f"linear({_ARGUMENTS}) -> Tensor", _linear, _linear_fake)
-_linear_out_op = register(f"linear_out({_ARGUMENTS}, Tensor(a!) out) -> ()", _linear_out, _linear_out_fake)
+_ORDER = "bool fixed_order=False"
+_linear_op = register(f"linear({_ARGUMENTS}, {_ORDER}) -> Tensor", _linear, _linear_fake)
+_linear_out_op = register(f"linear_out({_ARGUMENTS}, Tensor(a!) out, {_ORDER}) -> ()", _linear_out, _linear_out_fake)
 
 
 def linear(
@@ -204,18 +209,20 @@ def linear(
     activation: str | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    fixed_order: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Multiply up to 128 rows by a weight, ``x @ weight.T``, with what usually follows (or precedes) in the same pass.
+    """Multiply rows by a weight, ``x @ weight.T``, with what usually follows (or precedes) in the same pass.
 
     fp32 accumulation and one rounding to x's type; with a residual a second one, of the rounded product plus the
-    residual. A row's bits depend on that row and the weight alone: K is split by the weight's shape, and the parts are
-    added in a fixed order, whatever the number of rows.
+    residual. Up to 16 rows, and with ``fixed_order`` for any number, a row's bits depend on that row and the weight alone:
+    K is split by the weight's shape, and the parts are added in a fixed order. Up to 128 rows, where reading the weight is
+    what takes the time, this is the fast way; for more there is ``torch.nn.functional.linear``.
 
     Parameters
     ----------
     x : Tensor
-        ``[..., in_features]``, at most 128 rows, float16 or bfloat16, on a CUDA device; in_features a multiple of 8,
+        ``[..., in_features]``, float16 or bfloat16, on a CUDA device; in_features a multiple of 8,
         rows one stride apart and at multiples of 16 bytes.
     weight : Tensor
         ``[out_features, in_features]``, of x's type, rows at multiples of 16 bytes; with ``"swiglu"``
@@ -232,6 +239,8 @@ def linear(
         ``[in_features]``: x is first normalised, bit by bit as :func:`rms_norm` does it. At most 8 rows and 64 KiB of x.
     norm_eps : float
         Added to the mean square.
+    fixed_order : bool
+        The reduction contract for more than 64 rows too (deterministic mode); between 65 and 128 it costs speed.
     out : Tensor, optional
         Where to write, ``[..., out_features]``, rows one stride apart; may be ``residual`` itself.
 
@@ -253,7 +262,7 @@ def linear(
     refuse_grad("linear", x=x, weight=weight, bias=bias, residual=residual, norm_weight=norm_weight, out=out)
     swiglu = activation is not None
     if out is None:
-        result: Tensor = _linear_op(x, weight, bias, residual, swiglu, norm_weight, norm_eps)
+        result: Tensor = _linear_op(x, weight, bias, residual, swiglu, norm_weight, norm_eps, fixed_order)
         return result
-    _linear_out_op(x, weight, bias, residual, swiglu, norm_weight, norm_eps, out)
+    _linear_out_op(x, weight, bias, residual, swiglu, norm_weight, norm_eps, out, fixed_order)
     return out

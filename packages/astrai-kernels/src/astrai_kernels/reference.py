@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ._checks import check_epilogue
+from ._reference_lora import lora_expand as lora_expand
+from ._reference_lora import lora_shrink as lora_shrink
 from ._reference_sampling import apply_penalties as apply_penalties
 from ._reference_sampling import argmax as argmax
 from ._reference_sampling import sample as sample
@@ -71,7 +73,7 @@ def linear(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
 ) -> Tensor:
-    """Twin of :func:`astrai_kernels.linear`, for any number of rows.
+    """Twin of :func:`astrai_kernels.linear`.
 
     Parameters
     ----------

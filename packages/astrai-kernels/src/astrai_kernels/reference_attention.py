@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +23,15 @@ def decode_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`astrai_kernels.decode_attention`, one request after the other.
 
     Parameters
     ----------
-    q, k, v, req_to_token, scale, softcap, sinks, mask
-        As the kernel takes them; any floating type.
+    q, k, v, req_to_token, scale, softcap, sinks, mask, k_scale, v_scale
+        As the kernel takes them; any floating type. Keys and values with a scale are rounded to q's type.
     seq_lens : Tensor
         ``[batch]`` integers.
     req_indices : Tensor, optional
@@ -47,16 +50,17 @@ def decode_attention(
     n_kv_heads = k.shape[-2]
     group = n_heads // n_kv_heads
     scale = head_dim**-0.5 if scale is None else scale
+    caches = ((k, k_scale), (v, v_scale))
     out = torch.zeros_like(q)
     lse = torch.full((q.shape[0], n_heads), -torch.inf, dtype=torch.float32, device=q.device)
     for b, seq_len in enumerate(seq_lens.tolist()):
         if req_to_token is None:
-            keys, values = k[b, :seq_len], v[b, :seq_len]
+            keys, values = (_rows_of(x, scales, (b, slice(seq_len)), q.dtype) for x, scales in caches)
         else:
             slots = req_to_token[b if req_indices is None else int(req_indices[b]), :seq_len].long()
             low = max(0, seq_len - q_len + 1 - window) if window else 0
             slots[:low] = slots[low] if low < seq_len else 0  # what lies before every window may be anybody's
-            keys, values = k[slots], v[slots]
+            keys, values = (_rows_of(x, scales, slots, q.dtype) for x, scales in caches)
         rows = slice(b * q_len, (b + 1) * q_len)
         queries = q[rows].transpose(0, 1).unflatten(0, (n_kv_heads, group))
         scores = (queries @ keys.permute(1, 2, 0).unsqueeze(1)).float() * scale
@@ -81,6 +85,12 @@ def decode_attention(
     return out, lse
 
 
+def _rows_of(cache: Tensor, scales: Tensor | None, index: Any, dtype: torch.dtype) -> Tensor:
+    """Rows of a cache; those of an e4m3 cache times their scales (row, head), rounded to `dtype`."""
+    rows = cache[index]
+    return rows if scales is None else (rows.float() * scales[index].unsqueeze(-1)).to(dtype)
+
+
 def prefill_attention(
     q: Tensor,
     k: Tensor,
@@ -95,13 +105,15 @@ def prefill_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Twin of :func:`astrai_kernels.prefill_attention`: ragged queries, causal.
 
     Parameters
     ----------
-    q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, scale, window, softcap, sinks, mask
-        As the kernel takes them; any floating type.
+    q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, scale, window, softcap, sinks, mask, k_scale, v_scale
+        As :func:`decode_attention` takes them.
 
     Returns
     -------
@@ -113,14 +125,15 @@ def prefill_attention(
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     starts = qo_indptr.tolist()
+    paged = req_to_token is not None
     for b, (start, end) in enumerate(pairwise(starts)):
         if start == end:
             continue
         row = b if req_indices is None else int(req_indices[b])
         out[start:end], lse[start:end] = decode_attention(
             q[start:end],
-            k if req_to_token is not None else k[b : b + 1],
-            v if req_to_token is not None else v[b : b + 1],
+            k if paged else k[b : b + 1],
+            v if paged else v[b : b + 1],
             seq_lens[b : b + 1],
             req_to_token=None if req_to_token is None else req_to_token[row : row + 1],
             q_len=end - start,
@@ -129,5 +142,7 @@ def prefill_attention(
             softcap=softcap,
             sinks=sinks,
             mask=None if mask is None else mask[start:end],
+            k_scale=k_scale if paged or k_scale is None else k_scale[b : b + 1],
+            v_scale=v_scale if paged or v_scale is None else v_scale[b : b + 1],
         )
     return out, lse

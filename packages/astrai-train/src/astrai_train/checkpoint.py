@@ -1,8 +1,10 @@
 """Checkpoints of a run: Hugging Face directories with the training state beside the weights (training rules 5 to 7).
 
-``checkpoints/step_N/`` holds the state after the update of step N. It is written under another name, synced, and
-renamed; its last file, ``checkpoint.json``, lists the others with their sizes and digests. A directory without that
-list, or at odds with it, is damaged.
+``checkpoints/step_N/`` holds the state after the update of step N: the weights as transformers loads them (of a LoRA
+run the adapter, as PEFT loads it), ``training_state.pt`` with plain values, and ``training_state/`` with the tensors,
+in the sharded files of torch.distributed.checkpoint. It is written under another name, synced, and renamed; its last
+file, ``checkpoint.json``, lists the others with their sizes and digests. A directory without that list, or at odds
+with it, is damaged.
 """
 
 from __future__ import annotations
@@ -13,64 +15,43 @@ import logging
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from astrai_core.checkpoint.atomic import atomic_directory
+from astrai_core.checkpoint.adapter import adapter_tensors, write_adapter
+from astrai_core.checkpoint.atomic import atomic_directory, committed, explain_write_error, scratch_directory
 from astrai_core.checkpoint.hf_adapter import checkpoint_tensors, exported_config, write_pretrained
-from astrai_core.config.model import ModelConfig
 from astrai_core.errors import CheckpointError
 from astrai_core.model.transformer import CausalLM
 from astrai_core.tokenizer.tokenizer import Tokenizer
+from astrai_train.parallel.shards import HostCopies, write_tensors
+from astrai_train.parallel.world import World
 
 MARKER = "checkpoint.json"
 STATE = "training_state.pt"
-FORMAT = 1
+TENSORS = "training_state"
+FORMAT = 2
 _NAME = re.compile(r"step_(\d+)")
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """All that a checkpoint holds."""
+class TrainingState:
+    """What a run needs beside the weights to go on."""
 
-    step: int
-    config: ModelConfig
-    weights: Mapping[str, Tensor]
-    """By their names in the Hugging Face files."""
-    state: Mapping[str, Any]
-    """Optimizer, counters, position in the data, random streams."""
-
-    @classmethod
-    def take(cls, step: int, model: CausalLM, state: Mapping[str, Any], *, copy: bool) -> Self:
-        """Collect the state after `step`.
-
-        Parameters
-        ----------
-        copy
-            Copy every tensor to the host, so that training may go on while the snapshot is written.
-        """
-        weights = dict(checkpoint_tensors(model))
-        if copy:
-            return cls(step, exported_config(model), _host_copy(weights), _host_copy(dict(state)))
-        return cls(step, exported_config(model), weights, state)
-
-
-def _host_copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _host_copy(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_host_copy(item) for item in value)
-    return value
+    plain: Mapping[str, Any]
+    """Counters, options, position in the data, random streams: values that ``weights_only`` loading takes."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """What has a value for each weight, by names as :mod:`astrai_train.parallel.shards` reads them."""
 
 
 class CheckpointStore:
@@ -79,13 +60,19 @@ class CheckpointStore:
     Parameters
     ----------
     root
-        Their directory; made when the first is saved.
+        Their directory, on a disk that all ranks share; made when the first is saved.
     keep
         Newest checkpoints that are kept; None keeps all.
+    keep_every
+        Those of every so many steps are kept besides.
     asynchronous
-        Write in a thread; `save` then returns when the state was copied, and :meth:`wait` when it is on disk.
+        `save` returns when the state was copied, and :meth:`wait` when it is on disk.
+    world
+        The ranks; each writes its part of the state, rank 0 the weights. By default this process alone.
     tokenizer, generation_config
         Written into every checkpoint.
+    base_model
+        Where the weights below an adapter came from; of runs that train one.
     """
 
     def __init__(
@@ -94,72 +81,151 @@ class CheckpointStore:
         *,
         keep: int | None,
         asynchronous: bool,
+        keep_every: int | None = None,
+        world: World | None = None,
         tokenizer: Tokenizer | None = None,
         generation_config: dict[str, Any] | None = None,
+        base_model: str | None = None,
     ) -> None:
         self.root = root
         self.keep = keep
+        self.keep_every = keep_every
+        self.asynchronous = asynchronous
+        self.world = world or World(torch.device("cpu"))
         self.tokenizer = tokenizer
         self.generation_config = generation_config
-        self._writer = ThreadPoolExecutor(1, "astrai-checkpoint") if asynchronous else None
+        self.base_model = base_model
+        self._writer = ThreadPoolExecutor(1, "astrai-checkpoint")
+        self._weights, self._tensors = HostCopies(), HostCopies()
         self._pending: Future[None] | None = None
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of `step` belongs."""
         return self.root / f"step_{step}"
 
-    def save(self, step: int, model: CausalLM, state: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        model: CausalLM | None,
+        state: TrainingState,
+        *,
+        model_is_copy: bool = False,
+        best: int | None = None,
+    ) -> Path:
         """Save the state after `step`, then delete what need not be kept; one save at a time is in flight.
+
+        Parameters
+        ----------
+        model
+            The model with its weights whole; used on rank 0 alone.
+        model_is_copy
+            Whether training leaves `model` alone.
+        best
+            Step whose checkpoint is kept however old it is.
 
         Raises
         ------
         CheckpointError
-            If this save, or the one before it that was still being written, failed; what was there stays.
+            On every rank, if this save, or the one before it that was still being written, failed; what was there
+            stays.
         """
         self.wait()
-        snapshot = Snapshot.take(step, model, state, copy=self._writer is not None)
-        if self._writer is None:
-            self._write(snapshot)
-        else:
-            self._pending = self._writer.submit(self._write, snapshot)
+        scratch = self.world.first(partial(scratch_directory, self.path(step), overwrite=True))
+        write_model = None if model is None else self._export(model, copy=self.asynchronous and not model_is_copy)
+        tensors = self._tensors.take(state.tensors) if self.asynchronous else state.tensors
+        plain = deepcopy(state.plain) if self.asynchronous else state.plain
+        self._pending = self._writer.submit(self._write, step, scratch, write_model, plain, tensors, best)
+        if not self.asynchronous:
+            self.wait()
         return self.path(step)
 
+    def export(self, model: CausalLM, directory: Path) -> None:
+        """Write a model as a checkpoint's weights are written, without a state, in place of what is there.
+
+        Raises
+        ------
+        CheckpointError
+            If it cannot be written; what was there stays.
+        """
+        write_model = self._export(model, copy=False)
+        with atomic_directory(directory, overwrite=True) as scratch:
+            write_model(scratch)
+
     def wait(self) -> None:
-        """Wait for the save in flight; raises what it failed with."""
+        """Wait for the save in flight on every rank; raises what it failed with."""
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if pending is None:
+            return
+        error = None
+        try:
             pending.result()
+        except CheckpointError as failure:
+            error = failure
+        for failed in self.world.gather(error):
+            if failed is not None:
+                raise failed
 
     def close(self) -> None:
         """End the writing thread; a save in flight is finished first."""
-        if self._writer is not None:
-            self._writer.shutdown()
+        self._writer.shutdown()
 
-    def _write(self, snapshot: Snapshot) -> None:
-        with atomic_directory(self.path(snapshot.step), overwrite=True) as scratch:
-            write_pretrained(
-                scratch,
-                snapshot.config,
-                snapshot.weights.items(),
+    def _export(self, model: CausalLM, *, copy: bool) -> Callable[[Path], None]:
+        """Collect what is to be written of the model, and return what writes it."""
+        lora = model.lora
+        weights = dict(checkpoint_tensors(model) if lora is None else adapter_tensors(model))
+        if copy:
+            weights = self._weights.take(weights)
+        if lora is None:
+            config = exported_config(model)
+            return lambda directory: write_pretrained(
+                directory,
+                config,
+                weights.items(),
                 tokenizer=self.tokenizer,
                 generation_config=self.generation_config,
             )
-            torch.save({"format": FORMAT, **snapshot.state}, scratch / STATE)
+        assert self.base_model is not None, "an adapter is trained on a model that was loaded"
+        base_model = self.base_model
+        return lambda directory: write_adapter(directory, lora, weights.items(), base_model, tokenizer=self.tokenizer)
+
+    def _write(
+        self,
+        step: int,
+        scratch: Path,
+        write_model: Callable[[Path], None] | None,
+        plain: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        best: int | None,
+    ) -> None:
+        if not self.world.is_first:
+            try:
+                write_tensors(scratch / TENSORS, tensors, self.world.writing)
+            except OSError as error:
+                raise CheckpointError(explain_write_error(error, self.path(step))) from error
+            return
+        with committed(scratch, self.path(step)):
+            # First: what needs all ranks. Whatever fails afterwards leaves nobody waiting.
+            write_tensors(scratch / TENSORS, tensors, self.world.writing)
+            assert write_model is not None, "rank 0 is given the model"
+            write_model(scratch)
+            torch.save({"format": FORMAT, **plain}, scratch / STATE)
             files = {
                 str(path.relative_to(scratch)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
                 for path in sorted(scratch.rglob("*"))
                 if path.is_file()
             }
-            marker = {"format": FORMAT, "step": snapshot.step, "files": files}
+            marker = {"format": FORMAT, "step": step, "files": files}
             (scratch / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-        self._retain()
+        self._retain(best)
 
-    def _retain(self) -> None:
-        """Delete all but the newest `keep` whole checkpoints. Called right after a save: the newest is good."""
+    def _retain(self, best: int | None) -> None:
+        """Delete whole checkpoints that nothing asks to keep. Called right after a save: the newest is good."""
         if self.keep is None:
             return
-        whole = [path for _, path in self._listed() if _damage(path, digests=False) is None]
-        for path in whole[self.keep :]:
+        whole = [(step, path) for step, path in self._listed() if _damage(path, digests=False) is None]
+        for step, path in whole[self.keep :]:
+            if step == best or (self.keep_every and step % self.keep_every == 0):
+                continue
             doomed = path.with_name(f".{path.name}.tmp")  # half deleted, it must not look like a checkpoint
             path.rename(doomed)
             shutil.rmtree(doomed)

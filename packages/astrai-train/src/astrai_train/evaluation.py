@@ -10,11 +10,11 @@ from torch import nn
 
 from astrai_train.context import Evaluation, TrainContext
 from astrai_train.rng import rng_state, set_rng_state
-from astrai_train.strategy.base import step_loss
+from astrai_train.strategy.base import merge_losses, step_loss
 
 
 def evaluate(context: TrainContext) -> Evaluation:
-    """Go once through every member of the validation set.
+    """Go once through every member of the validation set; a collective.
 
     Modules are in evaluation mode meanwhile; modes, gradients and random streams are afterwards what they were.
 
@@ -25,28 +25,36 @@ def evaluate(context: TrainContext) -> Evaluation:
     """
     losses: dict[str, float | None] = {}
     total = weight = 0.0
-    with undisturbed(context.model), torch.no_grad():
+    world = context.parallel.world
+    with undisturbed(context.model, context.device), torch.no_grad():
         for member, source in context.valid:
             outputs = []
             for batch in source:
                 with context.autocast():
                     outputs.append(context.strategy(batch))
-            loss = losses[member.path] = step_loss(outputs).loss
+            loss = losses[member.path] = merge_losses(world.gather(step_loss(outputs))).loss
             if loss is not None:
                 total += member.weight * loss
                 weight += member.weight
+    context.parallel.end_evaluation(context.model)
     return Evaluation(context.counters.step, total / weight if weight else None, losses)
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put `model` into evaluation mode; afterwards every module has its own mode, and every random stream its place."""
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put `model` into evaluation mode; afterwards every module has its own mode, and every random stream its place.
+
+    Parameters
+    ----------
+    device
+        Where the model computes.
+    """
     modes = {module: module.training for module in model.modules()}
-    streams = rng_state()
+    streams = rng_state(device)
     model.eval()
     try:
         yield
     finally:
         for module, mode in modes.items():
             module.training = mode
-        set_rng_state(streams)
+        set_rng_state(streams, device)

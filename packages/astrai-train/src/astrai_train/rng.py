@@ -17,22 +17,26 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def rng_state() -> dict[str, Any]:
-    """Return the state of every global generator, as tensors and plain values that ``weights_only`` loading takes."""
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of every global generator that a run on `device` draws from.
+
+    The values are tensors and plain ones, which ``weights_only`` loading takes. Other GPUs are left alone: asking one
+    for its generator opens it.
+    """
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Continue every stream where :func:`rng_state` was taken; streams of devices that are not here are left out."""
+def set_rng_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Continue every stream where :func:`rng_state` was taken; that of a GPU where both runs are on one."""
     random.setstate(state["python"])
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
-    for device, stream in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-        torch.cuda.set_rng_state(stream, device)
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

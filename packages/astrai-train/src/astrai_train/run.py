@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from astrai_core.auto import AutoModel, AutoTokenizer, load_model, resolve_device
-from astrai_core.checkpoint.hf_adapter import checkpoint_tensors, load_tensors
-from astrai_core.checkpoint.source import open_source
+from astrai_core.auto import AutoTokenizer
 from astrai_core.config.model import ModelConfig
 from astrai_core.errors import ConfigError
-from astrai_core.model.transformer import CausalLM
 from astrai_core.tokenizer.tokenizer import Tokenizer
 from astrai_train.callbacks.base import Callback, CallbackFactory
 from astrai_train.checkpoint import CheckpointStore
-from astrai_train.config import TrainConfig
+from astrai_train.config import DPOConfig, TrainConfig
 from astrai_train.context import TrainContext, TrainResult
 from astrai_train.data.dataset import open_train_source, open_valid_sources
 from astrai_train.data.store import TokenStore
+from astrai_train.ema import WeightAverage
 from astrai_train.metrics.grad_snr import GradSNRTracker
+from astrai_train.metrics.memory_estimate import estimate_memory
+from astrai_train.models import blank_model, trained_model
 from astrai_train.optim.groups import OptimizerFactory
+from astrai_train.parallel.mode import create_mode
+from astrai_train.parallel.world import World
+from astrai_train.precision import set_up_kernels
 from astrai_train.rng import seed_everything
-from astrai_train.strategy import seq  # noqa: F401  (registers the strategy)
-from astrai_train.strategy.base import StrategyFactory
+from astrai_train.strategy.build import create_strategy, open_reference
 from astrai_train.trainer import Trainer
 
 RECIPE = "recipe.yaml"
@@ -48,18 +47,18 @@ def train(
     device: str | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> TrainResult:
-    """Carry out a recipe in this process.
+    """Carry out a recipe in this process, as one of the ranks that torchrun or `launch` started if there are several.
 
-    The run directory gets recipe.yaml (every field spelt out), metrics.jsonl and checkpoints.
+    The run directory gets recipe.yaml (every field spelt out), metrics.jsonl, report.html and checkpoints.
 
     Parameters
     ----------
     resume
         Go on from the newest whole checkpoint of the run directory; from the start if there is none.
     device
-        By default CUDA if there is any, else the CPU.
+        By default CUDA if there is any (each rank its own GPU), else the CPU.
     callbacks
-        Further watchers, called after the run's own.
+        Further watchers, called after the run's own, on rank 0.
 
     Raises
     ------
@@ -68,7 +67,6 @@ def train(
     DataError, CheckpointError, TrainingError
         If the data, a checkpoint or a step fails.
     """
-    refuse_what_cannot_run(config)
     return build(config, resume=resume, device=device, callbacks=callbacks).train()
 
 
@@ -78,11 +76,21 @@ def build(
     resume: bool = False,
     device: str | None = None,
     callbacks: Sequence[Callback] = (),
+    tell: Callable[[str], None] = logger.info,
 ) -> Trainer:
-    """Do all that comes before the first step of :func:`train`; the data is opened before the model is loaded."""
+    """Do all that comes before the first step of :func:`train`; the data is opened before the model is loaded.
+
+    Parameters
+    ----------
+    tell
+        Given one line about the memory that the run will need, before the model is loaded; on rank 0.
+    """
     run_dir = Path(config.output_dir)
-    found = _prepare(run_dir, config, resume)
-    place = resolve_device(device)
+    trackers = [CallbackFactory.create(name) for name in config.log.trackers]
+    world = World.join(config.parallel.mode, device)
+    accumulation_steps = config.accumulation_steps(world.size)
+    found = world.first(lambda: _prepare(run_dir, config, resume))
+    place = world.device
     seed_everything(config.seed)
     if config.precision.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses deterministic products
@@ -91,19 +99,42 @@ def build(
     for member in (*config.data.train, *config.data.valid):
         TokenStore(member.path).check_tokenizer(tokenizer)
     pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    pairs = isinstance(config.strategy, DPOConfig)
+    max_prompt_len = config.strategy.max_prompt_len if isinstance(config.strategy, DPOConfig) else None
     source = open_train_source(
         config.data,
-        pairs=False,
+        pairs=pairs,
         pad_id=pad_id,
         batch_size=config.batch_size,
         micro_batch_size=config.micro_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        max_prompt_len=max_prompt_len,
     )
-    valid = open_valid_sources(config.data, pairs=False, pad_id=pad_id, micro_batch_size=config.micro_batch_size)
+    valid = open_valid_sources(
+        config.data,
+        pairs=pairs,
+        pad_id=pad_id,
+        micro_batch_size=config.micro_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        max_prompt_len=max_prompt_len,
+    )
     total_steps = config.max_steps or max(1, math.ceil((config.epochs or 0) * source.n_rows / config.batch_size))
-    model = _model(config, place, None if found is None else found[1])
+    memory = estimate_memory(config, blank_model(config), ranks=world.size)
+    if world.is_first:
+        tell(memory.line(place))
+        if not memory.fits(place):
+            logger.warning(
+                "the run may not fit the GPU; lower micro_batch_size, or set precision.activation_checkpointing"
+            )
+    reference = open_reference(config, place, run_dir, pad_id, first=world.first)
+    model = trained_model(config, place, None if found is None else found[1])
     _check_sizes(config, model.config, tokenizer)
-    options = {name: value for name, value in vars(config.strategy).items() if name != "name"}
-    strategy = StrategyFactory.create(config.strategy.name, model, **options)
+    strategy = create_strategy(config, model, reference)
+    set_up_kernels(config, model, strategy)
+    parallel = create_mode(config, world)
+    parallel.prepare(model)
     options = {name: value for name, value in vars(config.optimizer).items() if name != "name"}
     optimizer = OptimizerFactory.create(config.optimizer.name, model, **options)
     context = TrainContext(
@@ -117,46 +148,28 @@ def build(
         checkpoints=CheckpointStore(
             run_dir / CHECKPOINTS,
             keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
             asynchronous=config.checkpoint.asynchronous,
+            world=world,
             tokenizer=tokenizer,
+            base_model=None if config.lora is None else config.model.pretrained,
         ),
         total_steps=total_steps,
-        accumulation_steps=config.accumulation_steps(world_size=1),
+        accumulation_steps=accumulation_steps,
+        parallel=parallel,
         valid=valid,
         grad_snr=_grad_snr(config, optimizer),
+        ema=None if config.ema_decay is None else WeightAverage.of(optimizer, config.ema_decay),
     )
-    watchers = [CallbackFactory.create("metrics_file"), *callbacks]
+    watchers = [CallbackFactory.create("metrics_file"), CallbackFactory.create("report"), *trackers, *callbacks]
     if config.log.progress and sys.stderr.isatty():
         watchers.insert(1, CallbackFactory.create("progress"))
     trainer = Trainer(context, watchers)
+    if world.rank:  # until here the ranks drew alike; from here on dropout must differ
+        seed_everything(config.seed + world.rank)
     if found is not None:
         trainer.restore(found[1])
     return trainer
-
-
-def refuse_what_cannot_run(config: TrainConfig) -> None:
-    """Refuse by name what a recipe may say and this version does not carry out.
-
-    Raises
-    ------
-    ConfigError
-        Names the first such field.
-    """
-    refused = (
-        ("strategy.name", config.strategy.name, config.strategy.name in StrategyFactory.names()),
-        ("parallel.mode", config.parallel.mode, config.parallel.mode == "none"),
-        ("precision.compile", config.precision.compile, not config.precision.compile),
-        (
-            "precision.activation_checkpointing",
-            config.precision.activation_checkpointing,
-            config.precision.activation_checkpointing == "none",
-        ),
-        ("lora", "rank ...", config.lora is None),
-        ("log.trackers", config.log.trackers, not config.log.trackers),
-    )
-    for field, value, runs in refused:
-        if not runs:
-            raise ConfigError(f"field {field!r}: this version does not train with {value!r} yet; change or remove it")
 
 
 def _prepare(run_dir: Path, config: TrainConfig, resume: bool) -> tuple[int, Path] | None:
@@ -197,34 +210,3 @@ def _tokenizer(config: TrainConfig) -> Tokenizer:
     name = config.model.tokenizer or config.model.pretrained
     assert name is not None, "checked by ModelSource"
     return AutoTokenizer.from_pretrained(name)
-
-
-def _model(config: TrainConfig, device: torch.device, checkpoint: Path | None) -> CausalLM:
-    """Build the model with the weights of the checkpoint, of the pretrained model, or fresh ones."""
-    dtype = torch.bfloat16 if config.precision.dtype == "bf16" else torch.float32
-    origin = checkpoint or config.model.pretrained
-    if origin is None:
-        generator = torch.Generator(device).manual_seed(config.seed)
-        return AutoModel.from_config(_architecture(config), dtype, device, generator)
-    model = load_model(open_source(origin), dtype, device)
-    return _half_split(model, origin) if model.config.rope_interleave else model
-
-
-def _architecture(config: TrainConfig) -> ModelConfig:
-    given: Any = config.model.architecture
-    if isinstance(given, dict):
-        return ModelConfig.from_dict(given)
-    try:
-        return ModelConfig.from_dict(json.loads(Path(given).read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f"{given}: cannot read the architecture: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{given}: {error}") from None
-
-
-def _half_split(model: CausalLM, origin: str | Path) -> CausalLM:
-    """Return the same model with the rotary layout of the files, so that a checkpoint's rows are the optimizer's."""
-    config = dataclasses.replace(model.config, rope_interleave=False)
-    twin = AutoModel.from_config(config, model.dtype, model.device)
-    load_tensors(twin, checkpoint_tensors(model), origin)
-    return twin

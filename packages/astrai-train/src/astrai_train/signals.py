@@ -16,11 +16,11 @@ class StopSignals:
     Attributes
     ----------
     requested
-        Name of the signal that asked to stop, or None.
+        The signal that asked to stop, or None.
     """
 
     def __init__(self) -> None:
-        self.requested: str | None = None
+        self.requested: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -37,4 +37,4 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None:
             raise KeyboardInterrupt
-        self.requested = signal.Signals(number).name
+        self.requested = signal.Signals(number)

@@ -4,42 +4,48 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from astrai_core.errors import DataError, TrainingError
+from astrai_train import training_state
 from astrai_train.callbacks.base import Callback
-from astrai_train.checkpoint import load_training_state
 from astrai_train.context import StepRecord, TrainContext, TrainResult
 from astrai_train.data.collate import TrainBatch
+from astrai_train.ema import DIRECTORY
 from astrai_train.evaluation import evaluate
 from astrai_train.metrics.mfu import FlopsCounter
-from astrai_train.rng import rng_state, set_rng_state
+from astrai_train.optim.matrix import local
+from astrai_train.precision import attention
+from astrai_train.rng import set_rng_state
 from astrai_train.signals import StopSignals
-from astrai_train.strategy.base import LossOutput, StepLoss, document_lens, step_loss
+from astrai_train.strategy.base import LossOutput, StepLoss, document_lens, merge_losses, step_loss
 
 logger = logging.getLogger(__name__)
 
+CLIP_EPS = 1e-6
+"""Added to the norm that gradients are clipped by, once and not on every rank."""
+
 
 class Trainer:
-    """Carries out a run.
+    """Carries out a run, together with the trainers of the other ranks.
 
     Parameters
     ----------
     context
         The parts of the run.
     callbacks
-        Who watches it, in the order in which they are called.
+        Who watches it, in the order in which they are called; on rank 0 alone.
     """
 
     def __init__(self, context: TrainContext, callbacks: Sequence[Callback] = ()) -> None:
         self.context = context
-        self.callbacks = list(callbacks)
+        self.callbacks = list(callbacks) if context.parallel.world.is_first else []
         self._flops = FlopsCounter(context.model)
         self._parameters = [p for group in context.optimizer.param_groups for p in group["params"]]
         self._resumed_rng: Mapping[str, Any] | None = None
@@ -55,15 +61,7 @@ class Trainer:
         ConfigError
             If it belongs to other data.
         """
-        context = self.context
-        state = load_training_state(checkpoint)
-        context.optimizer.load_state_dict(state["optimizer"])
-        context.source.load_state_dict(state["source"])
-        for name, value in state["counters"].items():
-            setattr(context.counters, name, value)
-        if context.grad_snr is not None and state["grad_snr"] is not None:
-            context.grad_snr.load_state_dict(state["grad_snr"])
-        self._resumed_rng = state["rng"]
+        self._resumed_rng = training_state.restore(self.context, checkpoint)
         self._saved = checkpoint
 
     def train(self) -> TrainResult:
@@ -81,27 +79,25 @@ class Trainer:
         context = self.context
         context.model.train()
         try:
-            with StopSignals() as stop:
+            with StopSignals() as stop, attention(context.config, context.device):
                 for callback in self.callbacks:
                     callback.on_train_begin(context)
-                batches = iter(context.source)
+                batches, early = iter(context.source), None
                 if self._resumed_rng is not None:
-                    set_rng_state(self._resumed_rng)
-                while (
-                    context.counters.step < context.total_steps and (stop.requested or self._patience_is_over) is None
-                ):
+                    set_rng_state(self._resumed_rng, context.device)
+                while context.counters.step < context.total_steps and (early := self._stopped_by(stop)) is None:
                     record = self._step(batches)
                     for callback in self.callbacks:
                         callback.on_step_end(context, record)
                     if context.config.eval_interval and record.step % context.config.eval_interval == 0:
                         self._evaluate()
-                    if record.step % context.config.checkpoint.interval == 0:
+                    if self._save_is_due():
                         self.save()
                 if self._saved != context.checkpoints.path(context.counters.step):
                     self.save()
                 context.checkpoints.wait()
+                self._export_average()
                 assert self._saved is not None, "a run ends with a checkpoint"
-                early = stop.requested or self._patience_is_over
                 done = context.counters.step >= context.total_steps
                 result = TrainResult(context.counters.step, self._saved, None if done else early)
                 for callback in self.callbacks:
@@ -112,25 +108,44 @@ class Trainer:
             raise
         finally:
             context.checkpoints.close()
+        context.parallel.world.leave()
         return result
 
     def save(self) -> None:
         """Save the state after the last step that was done."""
         context = self.context
         counters = context.counters
-        state = {
-            "counters": vars(counters),
-            "optimizer": context.optimizer.state_dict(),
-            "source": context.source.state_dict(),
-            "grad_snr": None if context.grad_snr is None else context.grad_snr.state_dict(),
-            "rng": rng_state(),
-        }
-        self._saved = context.checkpoints.save(counters.step, context.model, state)
+        state = training_state.collect(context)
+        model = context.parallel.whole(context.model)
+        self._saved = context.checkpoints.save(
+            counters.step,
+            model,
+            state,
+            model_is_copy=model is not context.model,
+            best=counters.best_step if context.config.checkpoint.keep_best else None,
+        )
         for callback in self.callbacks:
             callback.on_save(context, self._saved)
 
-    @property
-    def _patience_is_over(self) -> str | None:
+    def _save_is_due(self) -> bool:
+        counters, wanted = self.context.counters, self.context.config.checkpoint
+        return counters.step % wanted.interval == 0 or (wanted.keep_best and counters.best_step == counters.step)
+
+    def _export_average(self) -> None:
+        """Write the averaged weights into the run directory, if the run keeps them; a collective."""
+        context = self.context
+        if context.ema is None:
+            return
+        with context.ema.in_place():
+            model = context.parallel.whole(context.model)
+            if model is not None:
+                context.checkpoints.export(model, context.run_dir / DIRECTORY)
+
+    def _stopped_by(self, stop: StopSignals) -> str | None:
+        """Say what asks any rank to stop, the same on every rank; None to go on."""
+        number = self.context.parallel.world.largest(0 if stop.requested is None else stop.requested)
+        if number:
+            return signal.Signals(number).name
         patience = self.context.config.early_stop_patience
         return "early_stop_patience" if patience and self.context.counters.evaluations_since_best >= patience else None
 
@@ -139,8 +154,10 @@ class Trainer:
         found = evaluate(self.context)
         if found.loss is not None:
             is_best = counters.best_valid_loss is None or found.loss < counters.best_valid_loss
-            counters.best_valid_loss = found.loss if is_best else counters.best_valid_loss
-            counters.evaluations_since_best = 0 if is_best else counters.evaluations_since_best + 1
+            counters.evaluations_since_best += 1
+            if is_best:
+                counters.best_valid_loss, counters.best_step = found.loss, found.step
+                counters.evaluations_since_best = 0
         for callback in self.callbacks:
             callback.on_evaluate(self.context, found)
 
@@ -150,17 +167,20 @@ class Trainer:
         started = time.perf_counter()
         outputs: list[LossOutput] = []
         n_tokens, flops = 0, 0.0
-        for _ in range(context.accumulation_steps):
+        for index in range(context.accumulation_steps):
             batch = next(batches, None)
             if batch is None:
                 raise DataError(f"step {counters.step + 1}: the training data ended; a source must go on without end")
             with context.autocast():
-                output = context.strategy(batch)
+                last = index + 1 == context.accumulation_steps
+                output = context.parallel.loss(context.strategy, batch, last=last)
             output.loss_sum.backward()
             outputs.append(output.detach())
             n_tokens += batch.n_tokens
             flops += self._flops.of(document_lens(batch))
-        totals = step_loss(outputs)
+        parts = context.parallel.world.gather((step_loss(outputs), n_tokens, flops))
+        totals = merge_losses([loss for loss, _, _ in parts])
+        n_tokens, flops = sum(part[1] for part in parts), sum(part[2] for part in parts)
         for group in context.optimizer.param_groups:
             group["lr"] = context.schedule(counters.step, group["base_lr"])
         grad_norm = self._update(totals)
@@ -172,6 +192,7 @@ class Trainer:
             loss=totals.loss,
             lr=context.optimizer.param_groups[0]["lr"],
             grad_norm=grad_norm,
+            grad_snr=self._grad_snr(),
             n_tokens=n_tokens,
             flops=flops,
             seconds=time.perf_counter() - started,
@@ -179,16 +200,17 @@ class Trainer:
         )
 
     def _update(self, totals: StepLoss) -> float | None:
-        """Divide the gradient by the step's supervised tokens, clip it and move the weights; return its norm."""
+        """Divide the gradient by what the step supervised, clip it and move the weights; return its norm."""
         context = self.context
         step = context.counters.step + 1
         try:
             if totals.n_supervised == 0:
-                logger.warning("step %d has no supervised token and is skipped", step)
+                if context.parallel.world.is_first:
+                    logger.warning("step %d has no supervised token and is skipped", step)
                 return None
-            grads = [p.grad for p in self._parameters if p.grad is not None]
+            grads = [local(p.grad) for p in self._parameters if p.grad is not None]
             torch._foreach_div_(grads, totals.n_supervised)
-            norm = get_total_norm(grads)
+            norm = context.parallel.total_norm(grads)
             grad_norm = float(norm)
             if not math.isfinite(grad_norm):
                 raise TrainingError(
@@ -198,8 +220,18 @@ class Trainer:
             if context.grad_snr is not None:
                 context.grad_snr.update()
             if context.config.max_grad_norm is not None:
-                clip_grads_with_norm_(self._parameters, context.config.max_grad_norm, norm)
+                torch._foreach_mul_(grads, torch.clamp(context.config.max_grad_norm / (norm + CLIP_EPS), max=1.0))
             context.optimizer.step()
+            if context.ema is not None:
+                context.ema.update(step)
             return grad_norm
         finally:
             context.optimizer.zero_grad(set_to_none=True)
+
+    def _grad_snr(self) -> float | None:
+        """Return the gradient's signal over noise at a step that is logged; a collective."""
+        context = self.context
+        step, tracker = context.counters.step, context.grad_snr
+        if tracker is None or (step % context.config.log.interval and step != context.total_steps):
+            return None
+        return tracker.decibels(context.parallel.add_up_shards)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cached_property
+import os
+from contextlib import nullcontext
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from astrai_cli import recipe_flags
+from astrai_cli import diagnostics, recipe_flags
 from astrai_cli.loading import busy
 from astrai_cli.options import debug_option
 
@@ -64,31 +66,52 @@ HELP_COLUMNS = {"options_table_column_types": ["opt_long", "help"], "options_tab
 @click.option(
     "--device", metavar="DEVICE", panel="Run", help="auto, cpu, cuda or cuda:N; by default CUDA if there is any."
 )
+@click.option(
+    "--nprocs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    panel="Run",
+    help="Ranks to start on this machine, each on a GPU of its own; torchrun starts them on several.",
+)
 @debug_option
 @click.pass_context
-def train(ctx: click.RichContext, /, recipe: Path, resume: bool, device: str | None, **fields: Any) -> None:
+def train(
+    ctx: click.RichContext, /, recipe: Path, resume: bool, device: str | None, nprocs: int | None, **fields: Any
+) -> None:
     """Train a model by a recipe.
 
     RECIPE is a YAML file. Every field of it is also a flag, which takes the place of what the file says. The run
-    directory gets the whole recipe, metrics.jsonl and checkpoints; Ctrl-C finishes the step, saves and ends.
+    directory gets the whole recipe, metrics.jsonl, checkpoints and report.html; Ctrl-C finishes the step, saves and ends.
     """
     command = ctx.command
     assert isinstance(command, RecipeCommand), "the decorator says so"
     given = {name: value for name, value in fields.items() if value not in (None, ())}
     config = _config(recipe, {command.leaves[name]: value for name, value in given.items()} if given else {})
-    with busy("Preparing the run"):
-        from astrai_train.run import build, refuse_what_cannot_run
+    if nprocs is None or nprocs == 1:
+        carry_out(config, resume, device)
+        return
+    if config.parallel.mode == "none":
+        raise click.UsageError(f"--nprocs: {nprocs} ranks need --parallel.mode ddp or fsdp, it is none", ctx)
+    from astrai_train.parallel.launch import launch
 
-        refuse_what_cannot_run(config)
-        trainer = build(config, resume=resume, device=device)
+    launch(partial(carry_out, config, resume, device), nprocs, set_up=diagnostics.set_up)
+
+
+def carry_out(config: TrainConfig, resume: bool, device: str | None) -> None:
+    """Train in this process, alone or as one of several ranks, the first of which tells how it went."""
+    with busy("Preparing the run") if os.environ.get("RANK", "0") == "0" else nullcontext():
+        from astrai_train.run import build
+
+        trainer = build(config, resume=resume, device=device, tell=partial(click.echo, err=True))
+    tell = click.echo if trainer.context.parallel.world.is_first else lambda line: None
     done = trainer.context.counters.step
     if done:
-        click.echo(f"Resuming {config.output_dir} after step {done}")
+        tell(f"Resuming {config.output_dir} after step {done}")
     result = trainer.train()
     if result.stopped_by is not None:
         remedy = "; go on with --resume" if result.stopped_by.startswith("SIG") else ""
-        click.echo(f"{result.stopped_by}: stopped after step {result.step}{remedy}")
-    click.echo(f"{result.checkpoint}: {result.step} of {trainer.context.total_steps} steps")
+        tell(f"{result.stopped_by}: stopped after step {result.step}{remedy}")
+    tell(f"{result.checkpoint}: {result.step} of {trainer.context.total_steps} steps")
 
 
 def _config(recipe: Path, given: dict[recipe_flags.Leaf, Any]) -> TrainConfig:

@@ -58,7 +58,9 @@ def gather(k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, dtype: torch.dtype
 
 
 def leading_decodes(metadata: AttentionMetadata) -> int:
-    """Count the requests at the front of the step that have one query each."""
+    """Count the requests at the front of the step that have one query each, or that are to be run so."""
+    if metadata.n_single is not None:
+        return metadata.n_single
     n_decode = 0
     while n_decode < len(metadata.q_lens_host) and metadata.q_lens_host[n_decode] == 1:
         n_decode += 1

@@ -48,6 +48,12 @@ class AttentionMetadata:
     """Positions ``i * page_size ..`` of a request lie in consecutive slots, from a multiple of page_size on."""
     contiguous: bool = False
     """Identity allocation: the positions of row r of req_to_token lie in slots ``r * page_size ..``."""
+    n_single: int | None = None
+    """Requests at the front that are run as single queries, where that is fixed in advance: a captured step keeps its
+    shape whatever the lengths of the chunks behind them. None: as many as have one query each."""
+    reads_own_keys: bool = False
+    """Whether a query reads keys that this very step writes, besides its own token's: so where several requests of the
+    step are positions of one sequence."""
     plan: Any = None
     """What the backend's ``plan`` prepared for this step."""
 

@@ -30,6 +30,13 @@ def atomic_directory(target: str | Path, *, overwrite: bool = False) -> Iterator
     CheckpointError
         If `target` exists and may not be replaced, or writing fails (a full disk, no permission).
     """
+    scratch = scratch_directory(target, overwrite=overwrite)
+    with committed(scratch, target):
+        yield scratch
+
+
+def scratch_directory(target: str | Path, *, overwrite: bool = False) -> Path:
+    """Do the first half of :func:`atomic_directory`: make the empty directory beside `target`."""
     target = Path(target)
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target}: exists and is not a directory; choose another path")
@@ -38,11 +45,21 @@ def atomic_directory(target: str | Path, *, overwrite: bool = False) -> Iterator
     scratch = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
         scratch.mkdir(parents=True)
-        yield scratch
+    except OSError as error:
+        raise CheckpointError(explain_write_error(error, target)) from error
+    return scratch
+
+
+@contextmanager
+def committed(scratch: Path, target: str | Path) -> Iterator[None]:
+    """Do the second half of :func:`atomic_directory`: `scratch` becomes `target` if the body succeeds, else it goes."""
+    target = Path(target)
+    try:
+        yield
         _sync_tree(scratch)
         _swap(scratch, target)
     except OSError as error:
-        raise CheckpointError(_explain(error, target)) from error
+        raise CheckpointError(explain_write_error(error, target)) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -76,7 +93,8 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _explain(error: OSError, target: Path) -> str:
+def explain_write_error(error: OSError, target: Path) -> str:
+    """Return one line about a failed write: where, why and what to do."""
     remedy = {
         errno.ENOSPC: "free some space or choose another disk",
         errno.EDQUOT: "free some of your quota or choose another disk",

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from astrai_core.checkpoint.atomic import atomic_directory
+from astrai_core.checkpoint.rotary_layout import interleaved_to_halves, is_rotated
 from astrai_core.checkpoint.weights import DEFAULT_SHARD_BYTES, write_shards
 from astrai_core.config.model import DType, ModelConfig
 from astrai_core.errors import CheckpointError
-from astrai_core.model.layers import FusedLinear
+from astrai_core.model.layers import FusedLinear, Linear
+from astrai_core.model.lora import LoRA, LowRankFactors
+from astrai_core.model.moe import ExpertLinear
 from astrai_core.model.transformer import CausalLM
 from astrai_core.tokenizer.tokenizer import Tokenizer
 
@@ -27,27 +30,36 @@ IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor of the checkpoint lives in the model: a parameter, or a range of its rows."""
+    """Where a tensor of the checkpoint lives in the model: a parameter or one expert's of a stack, or a range of rows."""
 
     parameter: str
     rows: tuple[int, int] | None = None
+    expert: int | None = None
 
     def view(self, parameters: dict[str, torch.nn.Parameter]) -> Tensor:
         """Return the memory the tensor occupies."""
         tensor = parameters[self.parameter].data
+        if self.expert is not None:
+            tensor = tensor[self.expert]
         return tensor if self.rows is None else tensor[self.rows[0] : self.rows[1]]
 
 
 def layout(model: CausalLM) -> dict[str, Slot]:
-    """Return checkpoint name -> place in the model, tied output projection left out."""
+    """Return checkpoint name -> place in the model, tied output projection and adapters left out."""
     slots: dict[str, Slot] = {}
     for prefix, module in model.named_modules():
+        if isinstance(module, LowRankFactors):
+            continue
         parent = prefix.rpartition(".")[0]
         for name, _ in module.named_parameters(recurse=False):
             full = f"{prefix}.{name}"
             if isinstance(module, FusedLinear):
                 for part, rows in module.row_ranges().items():
                     slots[f"{parent}.{part}.{name}"] = Slot(full, rows)
+            elif isinstance(module, ExpertLinear):
+                for expert in range(module.weight.shape[0]):
+                    for part, rows in module.row_ranges().items():
+                        slots[f"{parent}.{expert}.{part}.{name}"] = Slot(full, rows, expert)
             else:
                 slots[full] = Slot(full)
     if model.config.tie_word_embeddings:
@@ -98,22 +110,30 @@ def load_tensors(model: CausalLM, tensors: Iterable[tuple[str, Tensor]], source:
 
 
 def checkpoint_tensors(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, tensor) in model order; fused weights as views of their rows."""
+    """Yield (checkpoint name, tensor) in model order: what the model computes with, adapters added and rounded once.
+
+    Fused weights are views of their rows.
+    """
     parameters = dict(model.named_parameters())
     config = model.config
+    adapted = {f"{name}.weight": module for name, module in model.named_modules() if _has_adapter(module)}
     for name, slot in layout(model).items():
         tensor = slot.view(parameters)
-        part = name.split(".")[-2]
-        if config.rope_interleave and part in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        if (linear := adapted.get(slot.parameter)) is not None:
+            tensor = _merged_rows(linear, slot)
+        if is_rotated(config, name.rpartition(".")[0]):
             tensor = interleaved_to_halves(tensor, config.head_dim, config.rotary_dim)
         yield name, tensor
 
 
-def interleaved_to_halves(tensor: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
-    """Reorder rows ``[heads * head_dim, ...]`` of q or k so that half-split rotary gives the interleaved result."""
-    heads = tensor.view(-1, head_dim, *tensor.shape[1:])
-    pairs = heads[:, :rotary_dim].unflatten(1, (rotary_dim // 2, 2)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((pairs, heads[:, rotary_dim:]), 1).reshape(tensor.shape)
+def _has_adapter(module: torch.nn.Module) -> bool:
+    return isinstance(module, Linear) and isinstance(module.adapter, LoRA) and module.adapter.base_weight is None
+
+
+def _merged_rows(linear: torch.nn.Module, slot: Slot) -> Tensor:
+    assert isinstance(linear, Linear) and isinstance(linear.adapter, LoRA), "chosen for it"
+    whole = linear.adapter.merged(linear.weight).to(linear.weight.dtype)
+    return whole if slot.rows is None else whole[slot.rows[0] : slot.rows[1]]
 
 
 def save_pretrained(

@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from astrai_core.checkpoint.adapter import is_adapter, merged_tensors, read_adapter
 from astrai_core.checkpoint.hf_adapter import read_generation_config
 from astrai_core.checkpoint.weights import iterate_tensors
 from astrai_core.config.model import ModelConfig
-from astrai_core.errors import ConfigError, MissingDependencyError, ModelNotFoundError
+from astrai_core.errors import CheckpointError, ConfigError, MissingDependencyError, ModelNotFoundError
 from astrai_core.tokenizer.tokenizer import Tokenizer
 
 SMOLLM2 = "smollm2"
@@ -67,6 +68,34 @@ class DirectorySource(ModelSource):
         return iterate_tensors(self.path)
 
 
+class AdapterSource(ModelSource):
+    """A directory of PEFT's: the model that it names, with the adapter merged into it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.files = read_adapter(path)
+        if self.files.base_model is None:
+            raise CheckpointError(f"{path}: adapter_config.json names no base_model_name_or_path; add it")
+        self.base = open_source(self.files.base_model)
+
+    def config(self) -> ModelConfig:
+        """Read the base model's."""
+        return self.base.config()
+
+    def generation_config(self) -> dict[str, Any]:
+        """Read the base model's."""
+        return self.base.generation_config()
+
+    def tokenizer(self) -> Tokenizer:
+        """Read the adapter's own if it brings one, else the base model's."""
+        own = (self.path / "tokenizer.json").is_file()
+        return Tokenizer.from_pretrained(self.path) if own else self.base.tokenizer()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream the base model's, each with its adapter added in float32."""
+        return merged_tensors(self.base.tensors(), self.base.config(), self.files)
+
+
 class GGUFSource(ModelSource):
     """A GGUF file, dequantised as it is read."""
 
@@ -103,7 +132,7 @@ def open_source(model: str | Path) -> ModelSource:
     ----------
     model
         A directory, a .gguf file, ``smollm2``, or a Hugging Face id ``owner/name`` (downloaded when online). A path
-        that exists wins over an id of the same spelling.
+        that exists wins over an id of the same spelling. A PEFT adapter stands for its base model with it merged in.
 
     Raises
     ------
@@ -112,7 +141,7 @@ def open_source(model: str | Path) -> ModelSource:
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        return DirectorySource(path)
+        return _open_directory(path)
     if path.is_file():
         if path.suffix == ".gguf":
             return GGUFSource(path)
@@ -124,7 +153,11 @@ def open_source(model: str | Path) -> ModelSource:
         raise ModelNotFoundError(
             f"{name}: no such model; give a directory, a .gguf file, a Hugging Face id (owner/name), or {SMOLLM2!r}"
         )
-    return DirectorySource(_download(name))
+    return _open_directory(_download(name))
+
+
+def _open_directory(path: Path) -> ModelSource:
+    return AdapterSource(path) if is_adapter(path) else DirectorySource(path)
 
 
 def _open_smollm2() -> ModelSource:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -55,6 +55,14 @@ def iterate_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
             raise CheckpointError(f"{path}: truncated or damaged ({error}); download it again") from None
 
 
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one safetensors file."""
+    path.touch()
+    mode = path.stat().st_mode  # save_file replaces the file by one that only its owner can read
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    path.chmod(mode)
+
+
 def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
     """Write tensors in order, starting a new file when the next tensor would exceed `max_shard_bytes`.
 
@@ -66,10 +74,7 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_sha
 
     def flush() -> None:
         path = directory / f"shard-{len(written) + 1:05d}.safetensors"
-        path.touch()
-        mode = path.stat().st_mode  # save_file replaces the file by one that only its owner can read
-        save_file(pending, path, metadata={"format": "pt"})
-        path.chmod(mode)
+        write_file(path, pending)
         written.append((path, list(pending)))
         pending.clear()
 

@@ -51,6 +51,26 @@ class Family:
     """RMSNorm over each head of q and k before the rotary embedding."""
 
 
+MOE_FIELDS = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
+    "router_aux_loss_coef",
+)
+"""Fields of ModelConfig about experts that are keys of config.json as well."""
+
+_MOE_KEYS = frozenset(
+    {*MOE_FIELDS, "num_local_experts", "decoder_sparse_step", "mlp_only_layers", "output_router_logits"}
+) - {"shared_expert_intermediate_size"}
+_MOE_DEFAULTS = {
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": (),
+}
+
 _LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False}
 _QWEN_DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -86,6 +106,35 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen3ForCausalLM",
         _WINDOW_KEYS | {"attention_bias"},
         {**_QWEN_DEFAULTS, "head_dim": 128, "attention_bias": False},
+        qk_norm=True,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        _WINDOW_KEYS | _MOE_KEYS | {"shared_expert_intermediate_size", "qkv_bias"},
+        {
+            **_QWEN_DEFAULTS,
+            **_MOE_DEFAULTS,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True,
+        },
+        out_bias=False,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        (_WINDOW_KEYS - {"layer_types"}) | _MOE_KEYS | {"attention_bias"},
+        {
+            **_QWEN_DEFAULTS,
+            **_MOE_DEFAULTS,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "attention_bias": False,
+        },
         qk_norm=True,
     ),
     "smollm3": Family(

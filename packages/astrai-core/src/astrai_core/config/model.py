@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from astrai_core.config.base import CONFIG, BaseConfig, dataclass
-from astrai_core.config.families import COMMON_KEYS, FAMILIES, INERT_KEYS, Family
+from astrai_core.config.families import COMMON_KEYS, FAMILIES, INERT_KEYS, MOE_FIELDS, Family
 from astrai_core.errors import CheckpointError, ConfigError
 from astrai_core.registry import closest
 
@@ -120,6 +120,23 @@ class ModelConfig(BaseConfig):
         default_factory=lambda data: ("full_attention",) * data["num_hidden_layers"]
     )
     """Attention of each layer."""
+    num_experts: int | None = Field(default=None, gt=0)
+    """Experts of a sparse feed-forward layer; None: every layer is dense."""
+    num_experts_per_tok: int | None = Field(default=None, gt=0)
+    """Experts that a token goes through, beside the shared one."""
+    moe_intermediate_size: int | None = Field(default=None, gt=0)
+    """Width of one expert."""
+    shared_expert_intermediate_size: int | None = Field(default=None, gt=0)
+    """Width of the expert that every token goes through; None: there is none."""
+    norm_topk_prob: bool = False
+    """The weights of a token's experts add up to 1."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight in training of the experts' balance (:class:`~astrai_core.model.moe.RouterStats`; 1 is even, so that
+    transformers' loss of the same name is `num_experts_per_tok` times as large)."""
+    moe_layers: tuple[bool, ...] = Field(
+        default_factory=lambda data: (data.get("num_experts") is not None,) * data["num_hidden_layers"]
+    )
+    """Which layers have experts."""
     bos_token_id: int | None = None
     """Beginning of text."""
     eos_token_id: int | tuple[int, ...] | None = None
@@ -145,13 +162,22 @@ class ModelConfig(BaseConfig):
             )
         if self.head_dim % 2 or self.rotary_dim % 2 or self.rotary_dim == 0:
             raise ValueError(f"head_dim ({self.head_dim}) and its rotated part ({self.rotary_dim}) must be even")
-        for name in ("layer_types", "rope_layers"):
+        for name in ("layer_types", "rope_layers", "moe_layers"):
             if len(getattr(self, name)) != self.num_hidden_layers:
                 raise ValueError(
                     f"{name} has {len(getattr(self, name))} entries for num_hidden_layers = {self.num_hidden_layers}"
                 )
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention layers, so sliding_window must be set")
+        if self.num_experts is not None:
+            if self.num_experts_per_tok is None or self.moe_intermediate_size is None:
+                raise ValueError("num_experts needs num_experts_per_tok and moe_intermediate_size")
+            if self.num_experts_per_tok > self.num_experts:
+                raise ValueError(
+                    f"num_experts_per_tok ({self.num_experts_per_tok}) is more than num_experts ({self.num_experts})"
+                )
+        elif any(self.moe_layers):
+            raise ValueError("moe_layers has layers with experts, so num_experts must be set")
         return self
 
     @property
@@ -230,6 +256,8 @@ def _from_hf(raw: dict[str, Any], strict: bool) -> dict[str, Any]:
                 "strict=False if it does not change the logits"
             )
     given = {key: value for key, value in raw.items() if key in known}
+    if "num_local_experts" in given:
+        given.setdefault("num_experts", given["num_local_experts"])
     for key, value in family.defaults.items():
         given.setdefault(key, value)
     fields = {
@@ -242,7 +270,7 @@ def _from_hf(raw: dict[str, Any], strict: bool) -> dict[str, Any]:
             del fields[optional]
     fields["rope_parameters"] = _rope_parameters(given)
     fields["rope_interleave"] = given.get("rope_interleave", given.get("rope_interleaved", False))
-    bias = given.get("attention_bias", False)
+    bias = given.get("attention_bias", given.get("qkv_bias", False))
     fields["attention_bias"] = bias if family.qkv_bias is None else family.qkv_bias
     fields["attention_out_bias"] = bias if family.out_bias is None else family.out_bias
     fields["qk_norm"] = family.qk_norm
@@ -292,6 +320,8 @@ def _layers(model_type: str, given: dict[str, Any], fields: dict[str, Any]) -> N
     if types is None:
         sliding = {
             "mistral": lambda i: True,
+            "qwen3_moe": lambda i: True,
+            "qwen2_moe": lambda i: i % 2 == 0 and i < given["max_window_layers"],
             "smollm3": lambda i: not fields["rope_layers"][i],
         }.get(model_type, lambda i: i >= given.get("max_window_layers", 0))
         types = [
@@ -299,6 +329,9 @@ def _layers(model_type: str, given: dict[str, Any], fields: dict[str, Any]) -> N
         ]
     if "sliding_attention" in types and window is None:
         raise ConfigError("field 'layer_types': sliding_attention needs sliding_window (and use_sliding_window: true)")
+    if "decoder_sparse_step" in given:
+        step, dense = given["decoder_sparse_step"], given["mlp_only_layers"] or ()
+        fields["moe_layers"] = tuple(i not in dense and (i + 1) % step == 0 for i in range(n_layers))
     fields["layer_types"] = tuple(types)
     fields["sliding_window"] = window if "sliding_attention" in types else None
 
@@ -327,9 +360,15 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
         data["mlp_bias"] = config.mlp_bias
     if "sliding_window" in family.reads:
         data["sliding_window"] = config.sliding_window
+    if "use_sliding_window" in family.reads:
+        data["use_sliding_window"] = config.sliding_window is not None
     if "layer_types" in family.reads:
         data["layer_types"] = list(config.layer_types)
-        data["use_sliding_window"] = config.sliding_window is not None
+    if "qkv_bias" in family.reads:
+        data["qkv_bias"] = config.attention_bias
+    if config.num_experts is not None:
+        data |= {key: getattr(config, key) for key in MOE_FIELDS if key in family.reads}
+        data["mlp_only_layers"] = [i for i, has_experts in enumerate(config.moe_layers) if not has_experts]
     if "no_rope_layers" in family.reads:
         data["no_rope_layers"] = [int(flag) for flag in config.rope_layers]
     if config.rope_interleave:

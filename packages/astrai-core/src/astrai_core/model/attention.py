@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from astrai_core import ops
 from astrai_core.attention.backend import AttentionBackend, AttentionSpec
-from astrai_core.attention.gather import causal_mask
 from astrai_core.attention.rotary import Rope
 from astrai_core.config.model import ModelConfig
+from astrai_core.model.documents import DocumentAttention, attend_rows
 from astrai_core.model.layers import FusedLinear, Linear, RMSNorm
+from astrai_core.model.moe import RouterStats
 
 if TYPE_CHECKING:
     from astrai_core.attention.metadata import KVCache
@@ -29,9 +28,11 @@ class DenseContext:
     """Of ``batch * seq`` tokens."""
     masks: Mapping[int | None, Tensor | None]
     """Window -> bool mask broadcastable to ``[batch, heads, seq, seq]``; None where plain causal masking is right."""
-    doc_lens: tuple[int, ...] | None = None
-    """Lengths of the documents that make up the ``batch * seq`` tokens, row after row; each attends to itself alone, and
-    `masks` is not used. None: a row is one document."""
+    documents: DocumentAttention | None = None
+    """How the documents that make up the ``batch * seq`` tokens attend, each to itself alone; `masks` is not used then.
+    None: a row is one document."""
+    router: RouterStats | None = None
+    """What the layers tell about their routing, if it is wanted."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: DenseContext | PagedContext) -> Tensor:
         """Attend; x and the result are ``[batch, seq, hidden]`` (dense) or ``[tokens, hidden]`` (paged)."""
-        q_norm = None if self.q_norm is None else self.q_norm.weight
-        k_norm = None if self.k_norm is None else self.k_norm.weight
         qkv = self.qkv_proj(x)
         if isinstance(context, PagedContext):
-            backend, cache = context.backend, context.cache
-            q = backend.qkv_norm_rope_write(qkv, self.spec, cache, context.rope, q_norm, k_norm)
-            run = backend.fwd_decode if cache.phase == "decode" else backend.fwd_prefill
-            return self.o_proj(run(q, self.spec, cache).flatten(1))
+            return self.o_proj(self._attend_paged(qkv, context))
+        q_norm, k_norm = self._head_norms()
         batch, seq, _ = x.shape
         q, k, v = ops.qkv_norm_rope(
             qkv.flatten(0, 1),
@@ -93,30 +90,32 @@ class Attention(nn.Module):
             k_norm=k_norm,
             eps=self.spec.norm_eps,
         )
-        if context.doc_lens is not None:
-            parts = (part.split(context.doc_lens) for part in (q, k, v))
-            out = torch.cat([self._document(*document) for document in zip(*parts, strict=True)])
-            return self.o_proj(out.view(batch, seq, -1))
+        dropout = self.dropout if self.training else 0.0
+        if context.documents is not None:
+            out = context.documents.attend(q, k, v, self.spec, dropout)
+            return self.o_proj(out.reshape(batch, seq, -1))
         q, k, v = (part.view(batch, seq, -1, self.spec.head_dim).transpose(1, 2) for part in (q, k, v))
-        out = self._attend(q, k, v, context.masks[self.spec.window])
+        out = attend_rows(q, k, v, context.masks[self.spec.window], self.spec, dropout)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def _document(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend within one document; ``[tokens, heads, head_dim]`` each."""
-        n, window = q.shape[0], self.spec.window
-        mask = None if window is None or window >= n else causal_mask(n, n, window, q.device)
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))
-        return self._attend(q, k, v, mask).squeeze(0).transpose(0, 1)
+    def can_add(self, x: Tensor) -> bool:
+        """Whether :meth:`add_to` is four launches for as many rows as `x` has."""
+        return self.qkv_proj.can_fuse(x) and self.o_proj.can_fuse(x)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """``[batch, heads, seq, head_dim]`` each; plain causal masking without a mask."""
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=self.dropout if self.training else 0.0,
-            scale=self.spec.scale,
-            enable_gqa=self.spec.n_heads != self.spec.n_kv_heads,
+    def add_to(self, stream: Tensor, norm: RMSNorm, context: PagedContext) -> Tensor:
+        """Return ``stream + attention(norm(stream))``, ``[tokens, hidden]``, in as few launches as there can be."""
+        qkv = self.qkv_proj.fused(stream, norm=norm)
+        return self.o_proj.fused(self._attend_paged(qkv, context), residual=stream)
+
+    def _attend_paged(self, qkv: Tensor, context: PagedContext) -> Tensor:
+        """Return ``[tokens, n_heads * head_dim]``; keys and values go into the pool."""
+        backend, cache = context.backend, context.cache
+        q = backend.qkv_norm_rope_write(qkv, self.spec, cache, context.rope, *self._head_norms())
+        run = backend.fwd_decode if cache.phase == "decode" else backend.fwd_prefill
+        return run(q, self.spec, cache).flatten(1)
+
+    def _head_norms(self) -> tuple[Tensor | None, Tensor | None]:
+        return (
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
         )

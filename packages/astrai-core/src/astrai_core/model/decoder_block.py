@@ -8,6 +8,7 @@ from astrai_core.config.model import ModelConfig
 from astrai_core.model.attention import Attention, DenseContext, PagedContext
 from astrai_core.model.layers import RMSNorm
 from astrai_core.model.mlp import SwiGLU
+from astrai_core.model.moe import SparseMoE
 
 
 class DecoderBlock(nn.Module):
@@ -19,12 +20,17 @@ class DecoderBlock(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp: SparseMoE | SwiGLU = (
+            SparseMoE(config, layer) if config.moe_layers[layer] else SwiGLU(config, config.intermediate_size)
+        )
 
     def forward(
         self, x: Tensor, residual: Tensor | None, context: DenseContext | PagedContext
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output, not yet added to the residual stream, and that stream.
+
+        Where few rows are decoded by the kernels, the additions happen in the projections before them: x is then the
+        whole stream, and there is no residual (six launches instead of nine).
 
         Parameters
         ----------
@@ -33,7 +39,14 @@ class DecoderBlock(nn.Module):
         residual
             ``[..., hidden]``, or None in the first layer.
         """
-        x, residual = self.input_layernorm.add(x, residual)
+        if residual is None and isinstance(context, PagedContext):
+            mlp = self.mlp
+            if isinstance(mlp, SwiGLU) and self.self_attn.can_add(x) and mlp.can_add(x):
+                stream = self.self_attn.add_to(x, self.input_layernorm, context)
+                return mlp.add_to(stream, self.post_attention_layernorm), None
+        x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, context)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm(x, residual)
+        if isinstance(self.mlp, SparseMoE):
+            return self.mlp(x, context.router if isinstance(context, DenseContext) else None), residual
         return self.mlp(x), residual

@@ -18,11 +18,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x ``[..., hidden]``."""
-        return ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual); see :func:`astrai_core.ops.add_rms_norm`."""
         return ops.add_rms_norm(x, residual, self.weight, self.eps)
 
@@ -42,10 +38,17 @@ class Linear(nn.Linear):
     ----------
     packed
         A second copy of the weight for serving on a CPU; see :meth:`CausalLM.pack_weights`.
+    adapter
+        What is added to the projection, from the input and the projection's output; see
+        :func:`astrai_core.model.lora.apply_lora`.
     """
 
     packed: Tensor | None = None
     _packed_version = -1
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.adapter: nn.Module | None = None
 
     def pack(self) -> None:
         """Lay the weight out for few-row products on a CPU; without effect where such a layout does not exist."""
@@ -56,7 +59,23 @@ class Linear(nn.Linear):
         """Project ``[..., in_features]`` to ``[..., out_features]``."""
         # A weight that was changed in place since has another version: its old copy must not answer for it.
         packed = self.packed if self.packed is not None and self._packed_version == self.weight._version else None
-        return ops.linear(input, self.weight, self.bias, packed)
+        output = ops.linear(input, self.weight, self.bias, packed)
+        return output if self.adapter is None else self.adapter(input, output)
+
+    def can_fuse(self, x: Tensor) -> bool:
+        """Whether :meth:`fused` is one launch for as many rows as `x` has."""
+        return self.adapter is None and ops.can_fuse(x, self.weight)
+
+    def fused(
+        self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None, gated: bool = False
+    ) -> Tensor:
+        """Project with what precedes and follows in the same pass; see :func:`astrai_core.ops.fused_linear`.
+
+        Only without an adapter, whose input would be lost.
+        """
+        assert self.adapter is None, "an adapter reads what a fused projection does not keep"
+        before = None if norm is None else (norm.weight, norm.eps)
+        return ops.fused_linear(x, self.weight, self.bias, norm=before, residual=residual, gated=gated)
 
 
 class FusedLinear(Linear):

@@ -6,18 +6,25 @@ from torch import Tensor, nn
 
 from astrai_core import ops
 from astrai_core.config.model import ModelConfig
-from astrai_core.model.layers import FusedLinear, Linear
+from astrai_core.model.layers import FusedLinear, Linear, RMSNorm
 
 
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv 2002.05202) over a fused gate/up projection."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        width = config.intermediate_size
         self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": width, "up_proj": width}, config.mlp_bias)
         self.down_proj = Linear(width, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., hidden]`` to ``[..., hidden]``."""
         return self.down_proj(ops.swiglu(self.gate_up_proj(x)))
+
+    def can_add(self, x: Tensor) -> bool:
+        """Whether :meth:`add_to` is two launches for as many rows as `x` has."""
+        return self.gate_up_proj.bias is None and self.gate_up_proj.can_fuse(x) and self.down_proj.can_fuse(x)
+
+    def add_to(self, stream: Tensor, norm: RMSNorm) -> Tensor:
+        """Return ``stream + mlp(norm(stream))``, ``[tokens, hidden]``, in as few launches as there can be."""
+        return self.down_proj.fused(self.gate_up_proj.fused(stream, norm=norm, gated=True), residual=stream)

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from astrai_core.attention.backend import AttentionBackend
 from astrai_core.attention.gather import causal_mask
+from astrai_core.config.lora import LoRAConfig
 from astrai_core.config.model import ModelConfig
 from astrai_core.errors import RequestError
 from astrai_core.model.attention import DenseContext, PagedContext, attention_spec
 from astrai_core.model.decoder_block import DecoderBlock
+from astrai_core.model.documents import DocumentKernel, plan_documents
 from astrai_core.model.layers import Embedding, Linear, RMSNorm
+from astrai_core.model.moe import ExpertLinear, RouterStats
 from astrai_core.model.rope import RotaryTable
 from astrai_core.registry import BaseFactory
 
@@ -33,6 +36,11 @@ class CausalLMOutput:
     """``[batch, seq, hidden]`` or ``[tokens, hidden]``, after the final norm."""
 
 
+def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type that products of weights of `dtype` are computed in: autocast's where it is on."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
+
 class Decoder(nn.Module):
     """Embedding, layers and final norm."""
 
@@ -43,12 +51,18 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryTable(config)
 
-    def forward(self, input_ids: Tensor, context: DenseContext | PagedContext) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, context: DenseContext | PagedContext, embedding_noise: Tensor | None = None
+    ) -> Tensor:
         """Return normed hidden states for ``[batch, seq]`` or ``[tokens]`` ids."""
         x, residual = self.embed_tokens(input_ids), None
+        if embedding_noise is not None:
+            x = x + embedding_noise.to(x.dtype)
+        # A table is no product, so autocast leaves it alone: the residual stream would be in fp32.
+        x = x.to(computed_in(x.dtype, x.device))
         for layer in self.layers:
             x, residual = layer(x, residual, context)
-        return self.norm.add(x, residual)[0]
+        return self.norm(x, residual)[0]
 
 
 class CausalLM(nn.Module):
@@ -58,11 +72,17 @@ class CausalLM(nn.Module):
     ----------
     spec_of_window
         Attention window -> the first layer that has it.
+    document_kernel
+        What computes the attention of rows of several documents.
+    lora
+        What its adapters are, if :func:`astrai_core.model.lora.apply_lora` gave it some.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.document_kernel: DocumentKernel = "auto"
+        self.lora: LoRAConfig | None = None
         self.model = Decoder(config)
         specs = [attention_spec(config, layer) for layer in range(config.num_hidden_layers)]
         self.spec_of_window = {spec.window: spec for spec in reversed(specs)}
@@ -88,7 +108,7 @@ class CausalLM(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Draw fresh weights: normal with std ``initializer_range``, zero biases, unit norms."""
         for module in self.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
+            if isinstance(module, (nn.Linear, nn.Embedding, ExpertLinear)):
                 module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
@@ -104,6 +124,11 @@ class CausalLM(nn.Module):
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
         return self.model.embed_tokens.weight.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Type of the activations: that of the weights, or autocast's where it is on."""
+        return computed_in(self.dtype, self.device)
 
     def forward(
         self,
@@ -137,6 +162,8 @@ class CausalLM(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         doc_lens: Sequence[int] | None = None,
+        embedding_noise: Tensor | None = None,
+        router_stats: RouterStats | None = None,
     ) -> Tensor:
         """Compute what :meth:`forward` projects to logits: ``[batch, seq, hidden]``, after the final norm.
 
@@ -147,6 +174,10 @@ class CausalLM(nn.Module):
         doc_lens
             Lengths of the documents that make up the ``batch * seq`` tokens, row after row (padding counts as
             documents of its own); no document attends to another. None: every row is one document.
+        embedding_noise
+            ``[batch, seq, hidden]``: added to the token vectors.
+        router_stats
+            Filled by the layers with experts.
 
         Raises
         ------
@@ -167,15 +198,27 @@ class CausalLM(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(seq, device=input_ids.device)
         rope = self.model.rotary(position_ids.expand(batch, seq).reshape(-1))
+        rope.of_tokens()  # made here and not by the first layer, or torch.compile would make each layer anew
         device = input_ids.device
+        windowed = any(window is not None and window < seq for window in self.spec_of_window)
+        if windowed and doc_lens is None and attention_mask is None and device.type == "cuda":
+            doc_lens = (seq,) * batch  # the kernel of documents knows windows; a mask of seq x seq is not made
         if doc_lens is not None:
             if attention_mask is not None or sum(doc_lens) != batch * seq:
                 raise RequestError(
                     f"doc_lens must add up to batch x seq = {batch * seq} tokens and excludes attention_mask, got {doc_lens}"
                 )
-            return self.model(input_ids, DenseContext(rope, {}, tuple(doc_lens)))
+            documents = plan_documents(
+                doc_lens,
+                self.document_kernel,
+                device=device,
+                dtype=self.compute_dtype,
+                head_dim=self.config.head_dim,
+                dropout=self.config.attention_dropout if self.training else 0.0,
+            )
+            return self.model(input_ids, DenseContext(rope, {}, documents, router_stats), embedding_noise)
         masks = {window: self._dense_mask(seq, window, attention_mask, device) for window in self.spec_of_window}
-        return self.model(input_ids, DenseContext(rope, masks))
+        return self.model(input_ids, DenseContext(rope, masks, router=router_stats), embedding_noise)
 
     def forward_paged(
         self,
@@ -217,5 +260,5 @@ class ModelFactory(BaseFactory[nn.Module]):
     """Model classes by ``model_type``."""
 
 
-for _family in ("llama", "mistral", "qwen2", "qwen3", "smollm3"):
+for _family in ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"):
     ModelFactory.register(_family, CausalLM)

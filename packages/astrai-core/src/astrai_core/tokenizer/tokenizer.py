@@ -249,12 +249,23 @@ class Tokenizer:
         prompt_ids
             Ids that come before, for a text that goes on from them: the first token then keeps its leading space.
         """
+        return StreamDecoder(self._table(skip_special_tokens), prompt_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, in UTF-8; a part of a character where that is spread over several tokens.
+
+        Special tokens add their own text, ids outside of the vocabulary nothing.
+        """
+        table = self._table(skip_special_tokens=False)
+        return table.partial.get(token_id) or table.whole.get(token_id, "").encode()
+
+    def _table(self, skip_special_tokens: bool) -> PieceTable:
         table = self._tables.get(skip_special_tokens)
         if table is None:
             added = self.backend.get_added_tokens_decoder()
             skipped = frozenset(i for i, token in added.items() if token.special and skip_special_tokens)
             table = self._tables[skip_special_tokens] = PieceTable(self.backend, skipped)
-        return StreamDecoder(table, prompt_ids)
+        return table
 
     def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary entry of an id, None if there is none."""

@@ -55,7 +55,7 @@ class PageGroup:
         self.page_size = page_size
         self.allocator = PageAllocator(n_pages, on_evict=on_evict)
         self.storage = KVStorage(spec, n_pages * page_size + SCRATCH_SLOTS, device)
-        self.req_to_token = ReqToTokenPool(n_rows, max_seq_len, device)
+        self.req_to_token = ReqToTokenPool(n_rows, max_seq_len, device, scratch_slot=n_pages * page_size)
         self._slots = np.arange(n_pages * page_size, dtype=np.int32).reshape(n_pages, page_size)
 
     def write_table(self, row: int, n_before: int, pages: list[int]) -> None:
@@ -239,6 +239,12 @@ class PagePool:
         state.length = length
         return True
 
+    def truncate(self, row: int, length: int) -> None:
+        """Take back the slots of the request's positions from `length` on; its pages stay for what comes next."""
+        state = self._rows[row]
+        assert 0 < length <= state.length, "only what was extended is taken back"
+        state.length = length
+
     def record(self, row: int, token_ids: Sequence[int], computed_len: int) -> int:
         """Take note that keys and values of `computed_len` tokens are written.
 
@@ -278,12 +284,13 @@ class PagePool:
             group.storage.free()
         self._view_layers()
 
-    def allocate(self) -> None:
-        """Take the memory again after :meth:`free`; does nothing if it is there."""
-        for group in self.groups:
-            if group.storage.k_buffer.shape[1] == 0:
-                group.storage.allocate()
+    def allocate(self) -> bool:
+        """Take the memory again after :meth:`free`; return False, having done nothing, if it is there."""
+        gone = [group.storage for group in self.groups if group.storage.k_buffer.shape[1] == 0]
+        for storage in gone:
+            storage.allocate()
         self._view_layers()
+        return bool(gone)
 
     def _view_layers(self) -> None:
         """Look each layer's buffers up once, not in every step. These views keep the memory alive."""
@@ -364,4 +371,8 @@ class PagePool:
             )
             for group, buffer, out_loc in zip(self.groups, workspace.out_cache_locs, out_locs, strict=True)
         ]
-        return KVCache(self._k_buffers, self._v_buffers, self._group_of, metadata)
+        return self.view(metadata)
+
+    def view(self, groups: list[AttentionMetadata]) -> KVCache:
+        """Put a step's metadata, one for each group of layers, beside the buffers."""
+        return KVCache(self._k_buffers, self._v_buffers, self._group_of, groups)

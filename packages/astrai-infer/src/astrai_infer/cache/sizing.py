@@ -55,8 +55,13 @@ def resolve_kv_dtype(config: EngineConfig, model_dtype: torch.dtype) -> torch.dt
     return model_dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
 
 
-def plan_cache(model: CausalLM, config: EngineConfig) -> CachePlan:
+def plan_cache(model: CausalLM, config: EngineConfig, taken_bytes: int = 0) -> CachePlan:
     """Size the KV cache of a loaded model.
+
+    Parameters
+    ----------
+    taken_bytes
+        Of the memory that the engine may use, what its steps take; ``kv_cache_bytes`` counts without it.
 
     Raises
     ------
@@ -68,7 +73,7 @@ def plan_cache(model: CausalLM, config: EngineConfig) -> CachePlan:
     contiguous = config.cache_mode == "contiguous"
     specs = KVSpec.groups(model.config, dtype, whole=contiguous or config.prefix_cache)
     page_size = -(-wanted_len // 16) * 16 if contiguous else config.page_size
-    budget = config.kv_cache_bytes or _available_bytes(model.device, config)
+    budget = config.kv_cache_bytes or _available_bytes(model.device, config) - taken_bytes
     chunk_len = min(config.max_batch_tokens, wanted_len)
 
     def pages_of_one(n_tokens: int) -> list[int]:
@@ -81,7 +86,8 @@ def plan_cache(model: CausalLM, config: EngineConfig) -> CachePlan:
     n_fitting = bisect_right(lens, budget, key=lambda n_tokens: n_bytes(pages_of_one(n_tokens)))
     if n_fitting == 0:
         raise ConfigError(
-            f"the KV cache has {budget} bytes, one page needs {n_bytes(pages_of_one(1))}; raise kv_cache_bytes"
+            f"the KV cache has {budget} bytes, one page needs {n_bytes(pages_of_one(1))}; raise "
+            + ("memory_fraction" if config.kv_cache_bytes is None else "kv_cache_bytes")
         )
     one = pages_of_one(lens[n_fitting - 1])
     if n_fitting < len(lens):

@@ -107,19 +107,31 @@ class KVStorage:
 class ReqToTokenPool:
     """Row of a live request and position -> physical slot.
 
-    The host copy is the truth; `table` follows it (on a CPU they are the same memory).
+    The host copy is the truth; `table` follows it (on a CPU they are the same memory). One row more than there are
+    requests belongs to nobody: padded rows of a step use it, and all its positions are the scratch slot.
+
+    Attributes
+    ----------
+    pending
+        None: `table` follows at once. A list: what changed since it was last emptied, as (row, first, end position);
+        whoever runs the steps takes it along with the step's other inputs.
     """
 
-    def __init__(self, n_rows: int, max_seq_len: int, device: torch.device) -> None:
+    def __init__(self, n_rows: int, max_seq_len: int, device: torch.device, scratch_slot: int = 0) -> None:
         self.max_seq_len = max_seq_len
-        self.host = np.zeros((n_rows, max_seq_len), dtype=np.int32)
+        self.host = np.zeros((n_rows + 1, max_seq_len), dtype=np.int32)
+        self.host[n_rows] = scratch_slot
+        self.scratch_slot = scratch_slot
         mirror = torch.from_numpy(self.host)
         self._shared = device.type == "cpu"
         self.table: Tensor = mirror if self._shared else mirror.to(device)
+        self.pending: list[tuple[int, int, int]] | None = None
 
     def write(self, row: int, start_pos: int, locs: np.ndarray) -> None:
         """Map positions ``start_pos ..`` of a row to the given slots (int32)."""
         end_pos = start_pos + len(locs)
         self.host[row, start_pos:end_pos] = locs
-        if not self._shared:
+        if self.pending is not None:
+            self.pending.append((row, start_pos, end_pos))
+        elif not self._shared:
             self.table[row, start_pos:end_pos].copy_(torch.from_numpy(locs), non_blocking=True)

@@ -36,6 +36,12 @@ class Executor:
         """Write a task's sampling parameters into its row."""
         self.info.admit(task)
 
+    def prepare(self) -> None:
+        """Do nothing: steps are run as they come."""
+
+    def forget(self) -> None:
+        """Do nothing: no address of the pool outlives a step."""
+
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepResult:
         """Feed the batch's tokens and sample for the tasks that reach their last one."""
@@ -48,7 +54,7 @@ class Executor:
         comes back as a chunk.
         """
         workspace = self.workspace
-        cache = self.pool.bind_tasks(_rows(tasks), [1] * len(tasks), workspace)
+        cache = self.pool.bind_tasks(rows_of(tasks), [1] * len(tasks), workspace)
         input_ids = workspace.input_ids.put([task.token_ids[-1] for task in tasks])
         if tasks == self._decoding:
             position_ids = workspace.position_ids.first(len(tasks)).add_(1)
@@ -62,7 +68,7 @@ class Executor:
     def _run_mixed(self, batch: Batch) -> StepResult:
         items, workspace = batch.items, self.workspace
         self._decoding = []
-        rows = _rows([item.task for item in items])
+        rows = rows_of([item.task for item in items])
         cache = self.pool.bind_tasks(rows, [item.n_tokens for item in items], workspace)
         input_ids = workspace.input_ids.put(
             [token for item in items for token in item.task.token_ids[item.start : item.start + item.n_tokens]]
@@ -70,7 +76,7 @@ class Executor:
         position_ids = workspace.position_ids.put(
             [pos for item in items for pos in range(item.start, item.start + item.n_tokens)]
         )
-        plan = _plan_logits(items)
+        plan = plan_logits(items)
         logit_rows = None if len(plan.rows) == batch.n_tokens else workspace.logit_rows.put(plan.rows)
         logits = self.model.forward_paged(input_ids, position_ids, cache, self.backend, logit_rows).logits
         prompt_logprobs = {
@@ -92,14 +98,15 @@ class Executor:
         return torch.as_tensor(values, dtype=torch.int64).to(self.model.device, non_blocking=True)
 
 
-def _rows(tasks: Sequence[Task]) -> list[int]:
+def rows_of(tasks: Sequence[Task]) -> list[int]:
+    """Return the rows of tasks that a step runs."""
     rows = [row for task in tasks if (row := task.row) is not None]
     assert len(rows) == len(tasks), "every scheduled task has a row"
     return rows
 
 
 @dataclass(frozen=True)
-class _PromptSpan:
+class PromptSpan:
     """Logits of one item that predict tokens of its prompt: rows ``first ..`` of the step's logits."""
 
     item: int
@@ -109,18 +116,19 @@ class _PromptSpan:
 
 
 @dataclass(frozen=True)
-class _LogitPlan:
+class LogitPlan:
     """Which of the step's tokens need logits."""
 
     rows: list[int]
     """Tokens of the step, ascending."""
-    spans: list[_PromptSpan]
+    spans: list[PromptSpan]
     sample_at: list[int]
     """For each sampling item, its index within `rows`."""
 
 
-def _plan_logits(items: list[BatchItem]) -> _LogitPlan:
-    plan = _LogitPlan([], [], [])
+def plan_logits(items: list[BatchItem]) -> LogitPlan:
+    """Find the logits that a step's items want."""
+    plan = LogitPlan([], [], [])
     token = 0
     for i, item in enumerate(items):
         task, start, end = item.task, item.start, item.start + item.n_tokens
@@ -128,7 +136,7 @@ def _plan_logits(items: list[BatchItem]) -> _LogitPlan:
             first, last = max(start, len(task.prompt_logprobs) - 1), min(end, len(task.prompt_ids) - 1)
             if first < last:
                 predicted = task.prompt_ids[first + 1 : last + 1]
-                plan.spans.append(_PromptSpan(i, len(plan.rows), predicted, task.params.prompt_logprobs))
+                plan.spans.append(PromptSpan(i, len(plan.rows), predicted, task.params.prompt_logprobs))
                 plan.rows.extend(range(token + first - start, token + last - start))
         if item.samples:
             plan.sample_at.append(len(plan.rows))

@@ -40,7 +40,7 @@ class SamplingView:
     """How much of a row must be sorted to draw from it -> positions within the batch, ``[n]`` int64."""
     any_penalty: bool
     any_rule: bool
-    """Some task has a logit_bias, allowed_token_ids or min_tokens."""
+    """Some task has a logit_bias, allowed_token_ids, min_tokens or a grammar."""
     any_logprobs: bool
 
 
@@ -83,9 +83,18 @@ class SamplingBatchInfo:
         self._ints[task.row] = torch.tensor([max(params.top_k, 0), task.seed], device=self.device)
         self._view = None
         if params.counts_history:
-            self._write_history(task, task.row)
+            self.write_history(task)
 
-    def _write_history(self, task: Task, row: int) -> None:
+    @property
+    def history(self) -> tuple[Tensor, Tensor]:
+        """counts ``[rows, vocab]`` int32 and seen ``[rows, vocab]`` bool; there once a row with penalties was admitted."""
+        assert self._counts is not None and self._seen is not None, "a row with penalties was admitted"
+        return self._counts, self._seen
+
+    def write_history(self, task: Task) -> None:
+        """Count the tokens that a task has in its row."""
+        row = task.row
+        assert row is not None, "admitted tasks have a row"
         if self._counts is None or self._seen is None:
             shape = (self._n_rows, self.vocab_size)
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -99,9 +108,9 @@ class SamplingBatchInfo:
 
     def penalties(self, view: SamplingView) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return presence, frequency, repetition ``[batch, 1]`` fp32, counts and seen ``[batch, vocab]`` of a view."""
-        assert self._counts is not None and self._seen is not None, "a row with penalties was admitted"
+        counts, seen = self.history
         presence, frequency, repetition = self._floats[view.rows, 3:].unsqueeze(-1).unbind(1)
-        return presence, frequency, repetition, self._counts[view.rows], self._seen[view.rows]
+        return presence, frequency, repetition, counts[view.rows], seen[view.rows]
 
     def record(self, view: SamplingView, token_ids: Tensor) -> None:
         """Count the sampled tokens ``[batch]`` in the history."""
@@ -132,7 +141,9 @@ class SamplingBatchInfo:
             groups={width: torch.tensor(index, device=self.device) for width, index in groups.items()},
             any_penalty=any(p.counts_history for p in params),
             any_logprobs=any(p.logprobs is not None for p in params),
-            any_rule=any(p.logit_bias or p.allowed_token_ids is not None or p.min_tokens for p in params),
+            any_rule=any(
+                p.logit_bias or p.allowed_token_ids is not None or p.min_tokens or p.structured for p in params
+            ),
         )
         return self._view
 

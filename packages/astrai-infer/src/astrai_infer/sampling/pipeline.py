@@ -51,11 +51,11 @@ class SamplingPipeline:
         params, row = view.tasks[i].params, slice(i, i + 1)
         if params.logprobs is None:
             return None
-        source = logits[row] if params.logprobs_mode == "raw" else _processed(scores[row], view, i)
+        source = logits[row] if params.logprobs_mode == "raw" else processed_scores(scores[row], view, i)
         return token_logprobs(source, tokens[row], params.logprobs)[0]
 
 
-def _processed(scores: Tensor, view: SamplingView, i: int) -> Tensor:
+def processed_scores(scores: Tensor, view: SamplingView, i: int) -> Tensor:
     """Return the scores ``[1, vocab]`` after temperature and filters, -inf where they exclude a token."""
     row = slice(i, i + 1)
     if view.tasks[i].params.greedy:
@@ -102,15 +102,30 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, n_top: int) -> list[TokenL
     n_top
         Likeliest tokens to list; the given token is added at the end if it is not among them.
     """
+    return logprob_entries(*logprob_tensors(logits, token_ids, n_top))
+
+
+def logprob_tensors(logits: Tensor, token_ids: Tensor, n_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do the device's part of :func:`token_logprobs`.
+
+    Returns
+    -------
+    (token_ids, their log-probabilities ``[n]``, the likeliest ids ``[n, n_top]``, their log-probabilities)
+    """
     logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist()
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
     values, ids = logprobs.topk(n_top, dim=1) if n_top else (logprobs[:, :0], token_ids[:, None][:, :0])
+    return token_ids, chosen, ids, values
+
+
+def logprob_entries(token_ids: Tensor, chosen: Tensor, top_ids: Tensor, top_values: Tensor) -> list[TokenLogprobs]:
+    """Do the host's part: turn what :func:`logprob_tensors` found into records."""
     entries = []
-    for token, logprob, top_ids, top_values in zip(
-        token_ids.tolist(), chosen, ids.tolist(), values.tolist(), strict=True
+    for token, logprob, ids, values in zip(
+        token_ids.tolist(), chosen.tolist(), top_ids.tolist(), top_values.tolist(), strict=True
     ):
-        top = list(zip(top_ids, top_values, strict=True))
-        if token not in top_ids:
+        top = list(zip(ids, values, strict=True))
+        if token not in ids:
             top.append((token, logprob))
         entries.append(TokenLogprobs(token, logprob, tuple(top)))
     return entries

@@ -5,33 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from astrai_core.sampling import apply_penalties as apply_penalties
+from astrai_core.sampling import uniform as uniform
 from astrai_infer.task import Task
 
 
-def apply_penalties(
-    logits: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor, counts: Tensor, seen: Tensor
-) -> Tensor:
-    """Penalise tokens of the history (row SM1).
-
-    Parameters
-    ----------
-    logits
-        ``[batch, vocab]`` fp32.
-    presence, frequency, repetition
-        ``[batch, 1]`` fp32: subtracted once per seen token, subtracted per count, and dividing positive (multiplying
-        negative) logits of seen tokens (CTRL, arXiv 1909.05858, section 4.1).
-    counts
-        ``[batch, vocab]`` int32: occurrences in completion and the last rep_window prompt tokens.
-    seen
-        ``[batch, vocab]`` bool: occurs in prompt or completion.
-    """
-    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(seen, scaled, logits)
-    return logits - presence * (counts > 0) - frequency * counts
-
-
 def apply_rules(logits: Tensor, tasks: tuple[Task, ...]) -> Tensor:
-    """Apply logit_bias, allowed_token_ids and min_tokens, task by task, to ``[batch, vocab]`` fp32 in place."""
+    """Apply logit_bias, allowed_token_ids, min_tokens and grammars, task by task, to ``[batch, vocab]`` fp32 in place."""
     for i, task in enumerate(tasks):
         params, row = task.params, logits[i]
         if params.logit_bias:
@@ -42,8 +22,11 @@ def apply_rules(logits: Tensor, tasks: tuple[Task, ...]) -> Tensor:
             kept = row[ids]
             row.fill_(-torch.inf)
             row[ids] = kept
-        if task.output_len < params.min_tokens and task.stop_ids:
+        if task.output_len + task.pending_len < params.min_tokens and task.stop_ids:
             row[torch.tensor(sorted(task.stop_ids), device=logits.device)] = -torch.inf
+        if task.grammar is not None:
+            allowed = torch.from_numpy(task.grammar.allowed(len(row))).to(row.device)
+            row.masked_fill_(~allowed, -torch.inf)
     return logits
 
 
@@ -84,38 +67,6 @@ def filter_sorted(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, t
     drop = (before >= top_p.unsqueeze(1)) | (probs < min_p.unsqueeze(1) * probs[:, :1])
     drop[:, 0] = False
     return logits.masked_fill(drop, -torch.inf)
-
-
-def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """Draw one number in [0, 1) per row from a counter-based generator (SplitMix64's finaliser, Steele et al. 2014).
-
-    Parameters
-    ----------
-    seed, position
-        ``[batch]`` int64. The result is a function of the two alone, on every device.
-
-    Returns
-    -------
-    ``[batch]`` fp64
-    """
-    x = _mix(seed ^ _mix(position + 1))
-    return ((x >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(constant: int) -> int:
-    return constant - (1 << 64) if constant >> 63 else constant
 
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:

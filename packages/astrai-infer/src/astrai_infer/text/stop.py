@@ -14,7 +14,6 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
         self._openers = frozenset(stop[0] for stop in stops)
         self._held = ""
 
@@ -33,7 +32,7 @@ class StopMatcher:
             _, start, stop = min(found)
             self._held = ""
             return buffer[:start], stop
-        keep = self._tail(buffer)
+        keep = partial_tail(buffer, self._stops)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep], None
 
@@ -42,9 +41,12 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _tail(self, buffer: str) -> int:
-        for length in range(min(self._longest - 1, len(buffer)), 0, -1):
-            suffix = buffer[len(buffer) - length :]
-            if any(stop.startswith(suffix) for stop in self._stops):
-                return length
-        return 0
+
+def partial_tail(buffer: str, needles: Sequence[str]) -> int:
+    """Return the length of the longest proper beginning of a needle with which `buffer` ends."""
+    longest = max(map(len, needles), default=0)
+    for length in range(min(longest - 1, len(buffer)), 0, -1):
+        suffix = buffer[len(buffer) - length :]
+        if any(needle.startswith(suffix) for needle in needles):
+            return length
+    return 0

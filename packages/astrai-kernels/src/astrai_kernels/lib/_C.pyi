@@ -6,6 +6,7 @@ Each raises ValueError for arguments out of range and RuntimeError when CUDA ref
 
 _Rows = tuple[int, int, int]  # address, outer stride, inner stride
 _Matrix = tuple[int, int]  # address, stride of the rows
+_Adapters = tuple[int, int, bool, int]  # adapter_ids, their stride, whether they have 64 bits; adapters
 _Heads = tuple[int, int, int, int, int, int, int]  # in, out, their token and head strides, heads
 
 def rms_norm(
@@ -71,6 +72,35 @@ def linear(
     features: int,
     depth: int,
     swiglu: bool,
+    fixed_order: bool,
+    /,
+) -> None: ...
+def lora_shrink(
+    dtype: int,
+    device: int,
+    stream: int,
+    x: _Matrix,
+    a: _Rows,  # address, adapter stride, row stride
+    adapters: _Adapters,
+    out: _Matrix,
+    rows: int,
+    rank: int,
+    depth: int,
+    /,
+) -> None: ...
+def lora_expand(
+    dtype: int,
+    device: int,
+    stream: int,
+    base: _Matrix,
+    hidden: _Matrix,
+    b: _Rows,  # address, adapter stride, row stride
+    adapters: _Adapters,
+    scaling: int,
+    out: _Matrix,
+    rows: int,
+    rank: int,
+    features: int,
     /,
 ) -> None: ...
 def qkv_norm_rope_write(
@@ -157,6 +187,8 @@ def attention_decode(
     lse: int,
     k: _Keys,
     v: _Keys,
+    k_scale: _Rows,  # address (0: none), slot and batch stride
+    v_scale: _Rows,
     table: _Table,
     mask: _Table,
     sinks: int,
@@ -176,6 +208,29 @@ def attention_prefill(
     lse: int,
     k: _Keys,
     v: _Keys,
+    k_scale: _Rows,  # address (0: none), slot and batch stride
+    v_scale: _Rows,
+    table: _Table,
+    mask: _Table,
+    sinks: int,
+    shape: _Shape,
+    scale: float,
+    softcap: float,
+    batch: tuple[int, int, int, int],
+    n_tokens: int,
+    /,
+) -> None: ...
+def attention_scalar(
+    dtype: int,
+    device: int,
+    stream: int,
+    q: _HeadRows,
+    out: _HeadRows,
+    lse: int,
+    k: _Keys,
+    v: _Keys,
+    k_scale: _Rows,
+    v_scale: _Rows,
     table: _Table,
     mask: _Table,
     sinks: int,

@@ -43,3 +43,6 @@ class CallbackFactory(BaseFactory[Callback]):
 
 CallbackFactory.register("metrics_file", "astrai_train.callbacks.metrics_file:MetricsFile")
 CallbackFactory.register("progress", "astrai_train.callbacks.progress:ProgressBar")
+CallbackFactory.register("report", "astrai_train.callbacks.report:Report")
+CallbackFactory.register("tensorboard", "astrai_train.callbacks.trackers:TensorBoard")
+CallbackFactory.register("wandb", "astrai_train.callbacks.trackers:WandB")

@@ -7,62 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from astrai_train.callbacks.base import Callback
-from astrai_train.metrics.memory import peak_memory_bytes
-from astrai_train.metrics.mfu import peak_flops
+from astrai_train.callbacks.figures import Figures
 
 if TYPE_CHECKING:
-    from astrai_train.context import Evaluation, StepRecord, TrainContext
+    from astrai_train.context import TrainContext
 
 FILE = "metrics.jsonl"
 
 
-class MetricsFile(Callback):
-    """Writes the columns that ``log.metrics`` names, every ``log.interval`` steps and at the last one.
-
-    ``loss``, ``lr`` and ``grad_norm`` are those of the line's step, ``tokens`` counts from the start of the run;
-    ``tokens_per_s`` and ``mfu`` are over the steps since the line before; ``memory`` is the peak in bytes. What does
-    not exist (the MFU of a CPU, the loss of a skipped step) is null.
-    """
-
-    def __init__(self) -> None:
-        self._tokens = 0
-        self._flops = self._seconds = 0.0
+class MetricsFile(Figures):
+    """Writes each step's figures as a line; an evaluation is a line of its own."""
 
     def on_train_begin(self, context: TrainContext) -> None:
         """Drop lines of steps that a resumed run does again."""
-        self._peak = peak_flops(context.device)
+        super().on_train_begin(context)
         keep_lines(context.run_dir / FILE, context.counters.step)
 
-    def on_step_end(self, context: TrainContext, record: StepRecord) -> None:
-        """Add up, and write a line when one is due."""
-        self._tokens += record.n_tokens
-        self._flops += record.flops
-        self._seconds += record.seconds
-        if record.step % context.config.log.interval and record.step != context.total_steps:
-            return
-        write_line(context.run_dir / FILE, {"step": record.step, **self._columns(context, record), **record.metrics})
-        self._tokens = 0
-        self._flops = self._seconds = 0.0
-
-    def on_evaluate(self, context: TrainContext, found: Evaluation) -> None:
-        """Write a line of its own: ``valid_loss``, and ``valid_losses`` by path."""
-        line = {"step": found.step, "valid_loss": found.loss, "valid_losses": dict(found.losses)}
-        write_line(context.run_dir / FILE, line)
-
-    def _columns(self, context: TrainContext, record: StepRecord) -> dict[str, Any]:
-        wanted = context.config.log.metrics
-        columns = {
-            "loss": record.loss,
-            "lr": record.lr,
-            "grad_norm": record.grad_norm,
-            "grad_snr": context.grad_snr.ratio() if context.grad_snr is not None else None,
-            "tokens": context.counters.tokens,
-            "tokens_per_s": self._tokens / self._seconds,
-            "mfu": None if self._peak is None else self._flops / self._seconds / self._peak,
-            "memory": peak_memory_bytes(context.device),
-        }
-        return {name: value for name, value in columns.items() if name in wanted}
+    def log(self, context: TrainContext, step: int, figures: Mapping[str, Any]) -> None:
+        """Append a line."""
+        write_line(context.run_dir / FILE, {"step": step, **figures})
 
 
 def write_line(path: Path, line: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from astrai_train.callbacks.base import Callback
 from astrai_train.metrics.memory import peak_memory_bytes
-from astrai_train.metrics.mfu import peak_flops
 
 if TYPE_CHECKING:
     from astrai_train.context import StepRecord, TrainContext, TrainResult
@@ -35,7 +34,7 @@ class ProgressBar(Callback):
 
     def on_train_begin(self, context: TrainContext) -> None:
         """Show the bar where the run stands."""
-        self._peak = peak_flops(context.device)
+        self._peak = context.peak_flops
         self._task = self._progress.add_task(
             "training", total=context.total_steps, completed=context.counters.step, figures=""
         )

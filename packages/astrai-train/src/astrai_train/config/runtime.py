@@ -1,10 +1,10 @@
-"""How a run is carried out: parallelism, numbers, adapters, checkpoints and what is logged."""
+"""How a run is carried out: parallelism, numbers, checkpoints and what is logged."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import PositiveInt, ValidationInfo, field_validator
 
 from astrai_core.config.base import CONFIG, BaseConfig, dataclass
 from astrai_train.config.fields import ModuleName, Share
@@ -12,7 +12,7 @@ from astrai_train.config.fields import ModuleName, Share
 Metric = Literal["loss", "lr", "grad_norm", "grad_snr", "tokens", "tokens_per_s", "mfu", "memory"]
 """A column of metrics.jsonl."""
 
-Tracker = Literal["tensorboard", "wandb", "trackio"]
+Tracker = Literal["tensorboard", "wandb"]
 """An outside tracker, each an extra of its own."""
 
 
@@ -24,7 +24,9 @@ class ParallelConfig(BaseConfig):
     """``none`` is one process; ``ddp`` replicates the model; ``fsdp`` shards it (FSDP2)."""
 
     reshard_after_forward: bool = False
-    """Free the gathered parameters between forward and backward: less memory, slower steps; ``fsdp`` only (row TR4)."""
+    """Free a block's gathered weights after its forward pass and send the gradients of every micro-batch on: less memory,
+    slower steps; ``fsdp`` only. Otherwise gathered weights and gradients stay whole until the step's last backward
+    pass."""
 
     @field_validator("reshard_after_forward")
     @classmethod
@@ -46,15 +48,32 @@ class PrecisionConfig(BaseConfig):
     deterministic: bool = False
     """Use deterministic kernels only: bitwise resume on a GPU, at some speed."""
 
-    compile: bool = False
-    """Compile the model with torch.compile."""
+    attention: Literal["auto", "cudnn", "flash", "math"] = "auto"
+    """Kernel of the attention. ``auto``: on a GPU cuDNN's for rows of one document (flash's where rows differ in length
+    or `deterministic` is set) and flash's varlen kernel for rows of several; on a CPU torch's own choice. By name:
+    ``cudnn`` and ``math`` compute the documents of a row one by one, ``flash`` in one call."""
+
+    compile: Literal["none", "default", "max-autotune"] = "none"
+    """Compile decoder blocks and loss with torch.compile: ``default`` fuses what lies between products, a minute at the
+    start for a fifth to a third of the time of a step; ``max-autotune`` also times candidates for the products."""
 
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute in the backward pass: every decoder block (``full``), or `gradient_checkpointing_modules`
-    (``selective``)."""
+    """Compute again in the backward pass instead of keeping: of a decoder block all but its input (``full``, about a
+    third more time), or all but the results of products and attention (``selective``, a few percent); with
+    `gradient_checkpointing_modules`, ``selective`` computes just those modules again."""
+
+    checkpointing_every: PositiveInt = 1
+    """Compute again in every so many-th decoder block only."""
 
     gradient_checkpointing_modules: tuple[ModuleName, ...] = ()
-    """Modules to recompute under ``selective``, by class name or dotted name."""
+    """Modules to compute again as a whole under ``selective``, by class name or dotted name."""
+
+    @field_validator("checkpointing_every")
+    @classmethod
+    def _every_fits_mode(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("activation_checkpointing") == "none":
+            raise ValueError("activation_checkpointing 'none' does not use it; remove it or choose 'full'")
+        return value
 
     @field_validator("gradient_checkpointing_modules")
     @classmethod
@@ -62,37 +81,9 @@ class PrecisionConfig(BaseConfig):
         mode = info.data.get("activation_checkpointing")
         if value and mode in ("none", "full"):
             raise ValueError(f"activation_checkpointing {mode!r} does not use it; remove it or choose 'selective'")
-        if not value and mode == "selective":
-            raise ValueError("activation_checkpointing 'selective' needs at least one module")
+        if value and info.data.get("checkpointing_every", 1) > 1:
+            raise ValueError("checkpointing_every counts decoder blocks and these are named; remove one of the two")
         return value
-
-
-@dataclass(frozen=True, kw_only=True, config=CONFIG)
-class LoRAConfig(BaseConfig):
-    """Low-rank adapters on a frozen model (arXiv 2106.09685); the files are PEFT's."""
-
-    rank: PositiveInt = 16
-    """Rank of an adapter."""
-
-    alpha: PositiveFloat = 32.0
-    """An adapter's output is scaled by alpha / rank, or by alpha / sqrt(rank) with `rslora`."""
-
-    dropout: Share = 0.0
-    """Dropout before an adapter's first matrix."""
-
-    rslora: bool = False
-    """Rank-stabilised scaling (arXiv 2312.03732)."""
-
-    target_modules: Annotated[tuple[ModuleName, ...], Field(min_length=1)] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
-    """Linear modules that get an adapter, by their names in the Hugging Face files."""
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
@@ -105,8 +96,29 @@ class CheckpointConfig(BaseConfig):
     keep: PositiveInt | None = 3
     """Newest checkpoints kept; null keeps all. The last good one is never deleted."""
 
+    keep_every: PositiveInt | None = None
+    """Keep the checkpoint of every so many steps for good, besides the newest; a multiple of `interval`."""
+
+    keep_best: bool = False
+    """Save after every evaluation with a new lowest loss too, and keep the best checkpoint besides the newest."""
+
     asynchronous: bool = True
     """Write in the background while training goes on."""
+
+    @field_validator("keep_every")
+    @classmethod
+    def _every_is_saved(cls, value: int | None, info: ValidationInfo) -> int | None:
+        interval = info.data.get("interval")
+        if value and interval and value % interval:
+            raise ValueError(f"{value} is no multiple of interval {interval}, between which nothing is saved")
+        return value
+
+    @field_validator("keep_every", "keep_best")
+    @classmethod
+    def _something_is_deleted(cls, value: int | bool | None, info: ValidationInfo) -> int | bool | None:
+        if value and info.data.get("keep", 1) is None:
+            raise ValueError("keep null keeps every checkpoint; remove one of the two")
+        return value
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)

@@ -70,6 +70,9 @@ class DPOConfig(BaseConfig):
     """Where the reference's log-probabilities come from: a frozen ``copy``, the model with its LoRA ``adapter_off``,
     or ``cached`` values; ``auto`` is ``adapter_off`` under LoRA and ``copy`` otherwise."""
 
+    loss_chunk_tokens: PositiveInt = 2048
+    """Tokens whose logits exist at once; fewer need less memory."""
+
     max_prompt_len: PositiveInt | None = None
     """Tokens of the prompt that are kept (its end), the same for both answers; null keeps whatever fits the row."""
 

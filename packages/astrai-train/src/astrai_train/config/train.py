@@ -19,13 +19,14 @@ from pydantic import (
 )
 
 from astrai_core.config.base import CONFIG, BaseConfig, dataclass
+from astrai_core.config.lora import LoRAConfig
 from astrai_core.errors import ConfigError
 from astrai_train.config.data import DataConfig, ModelSource
-from astrai_train.config.fields import Name
+from astrai_train.config.fields import Name, Share
 from astrai_train.config.optimizer import OptimizerConfig
 from astrai_train.config.recipe_file import RecipeFile, write_recipe
 from astrai_train.config.report import explain
-from astrai_train.config.runtime import CheckpointConfig, LogConfig, LoRAConfig, ParallelConfig, PrecisionConfig
+from astrai_train.config.runtime import CheckpointConfig, LogConfig, ParallelConfig, PrecisionConfig
 from astrai_train.config.schedule import CosineConfig, LRScheduleConfig
 from astrai_train.config.strategy import DPOConfig, StrategyConfig
 
@@ -79,6 +80,10 @@ class TrainConfig(BaseConfig):
 
     early_stop_patience: PositiveInt | None = None
     """Evaluations without a new best loss after which the run stops; null never stops early."""
+
+    ema_decay: Share | None = None
+    """Decay of a moving average of the weights, kept beside them in fp32 (0.999 averages about 1000 steps) and written
+    to ``ema/`` at the end; null keeps none."""
 
     parallel: ParallelConfig = ParallelConfig()
     """One process, replicas (``ddp``) or shards (``fsdp``)."""
@@ -178,8 +183,14 @@ class TrainConfig(BaseConfig):
 
     @field_validator("strategy")
     @classmethod
-    def _prompt_fits_row(cls, strategy: StrategyConfig, info: ValidationInfo) -> StrategyConfig:
+    def _pairs_fit_data(cls, strategy: StrategyConfig, info: ValidationInfo) -> StrategyConfig:
         data = info.data.get("data")
+        if data and isinstance(strategy, DPOConfig) and (data.packing != "none" or data.overlong != "truncate"):
+            field = "packing" if data.packing != "none" else "overlong"
+            raise ValueError(
+                f"'dpo' gives each answer a row of its own and cuts what is too long; remove data.{field} "
+                f"{getattr(data, field)!r}"
+            )
         if data and isinstance(strategy, DPOConfig) and (strategy.max_prompt_len or 0) >= data.seq_len:
             raise ValueError(
                 f"max_prompt_len {strategy.max_prompt_len} leaves no room for an answer in rows of data.seq_len "
@@ -217,12 +228,24 @@ class TrainConfig(BaseConfig):
             raise ValueError("stopping early needs evaluations; set eval_interval")
         return value
 
+    @field_validator("checkpoint")
+    @classmethod
+    def _best_is_known(cls, checkpoint: CheckpointConfig, info: ValidationInfo) -> CheckpointConfig:
+        if checkpoint.keep_best and info.data.get("eval_interval", 1) is None:
+            raise ValueError("keep_best needs evaluations; set eval_interval")
+        return checkpoint
+
     @field_validator("lora")
     @classmethod
-    def _adapter_to_switch_off(cls, lora: LoRAConfig | None, info: ValidationInfo) -> LoRAConfig | None:
+    def _adapter_fits_run(cls, lora: LoRAConfig | None, info: ValidationInfo) -> LoRAConfig | None:
         strategy = info.data.get("strategy")
         if lora is None and isinstance(strategy, DPOConfig) and strategy.reference == "adapter_off":
             raise ValueError("strategy.reference 'adapter_off' needs an adapter; add lora or choose 'copy'")
+        model = info.data.get("model")
+        if lora is not None and model and model.pretrained is None:
+            raise ValueError("an adapter needs weights to adapt; give model.pretrained or remove lora")
+        if lora is not None and "lm_head" in lora.target_modules:
+            raise ValueError("target_modules: the loss takes lm_head's weight as it is; remove it")
         return lora
 
     @model_validator(mode="after")

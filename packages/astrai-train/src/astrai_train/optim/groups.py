@@ -22,7 +22,7 @@ DECAYED_ROLES: frozenset[Role] = frozenset({"matrix", "embedding", "head", "proj
 _HEADS = frozenset({"lm_head"})
 # Matrices that the matrix optimizers must leave to their companion: low-rank factors, whose product is the matrix, and
 # routers, whose rows are independent classifiers.
-_PROJECTIONS = frozenset({"lora_A", "lora_B", "router", "gate"})
+_PROJECTIONS = frozenset({"lora_A", "lora_B", "router", "gate", "shared_expert_gate"})
 _WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module"})
 
 

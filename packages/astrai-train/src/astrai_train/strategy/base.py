@@ -26,13 +26,13 @@ class LossOutput:
     """What a strategy makes of one micro-batch (row TR1)."""
 
     loss_sum: Tensor
-    """Scalar fp32 with its graph: the loss summed over the supervised tokens."""
+    """Scalar fp32 with its graph: the loss summed over the supervised tokens, or over the preference pairs."""
 
     n_supervised: int
-    """Terms of the sum."""
+    """Terms of the sum: supervised tokens, or pairs."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Further sums over the supervised tokens, as plain floats."""
+    """Further sums over the same terms, as plain floats."""
 
     def detach(self) -> LossOutput:
         """Return the same without the graph."""
@@ -68,6 +68,23 @@ def step_loss(outputs: Sequence[LossOutput]) -> StepLoss:
     return StepLoss(total / n_supervised, n_supervised, {name: value / n_supervised for name, value in sums.items()})
 
 
+def merge_losses(parts: Sequence[StepLoss]) -> StepLoss:
+    """Return the loss of a step from its parts, each on a rank of its own; a single part is returned as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    counted = [part for part in parts if part.n_supervised]
+    n_supervised = sum(part.n_supervised for part in counted)
+    if n_supervised == 0:
+        return StepLoss(None, 0, {})
+    total, sums = 0.0, dict[str, float]()
+    for part in counted:
+        assert part.loss is not None, "there is a mean where something was supervised"
+        total += part.loss * part.n_supervised
+        for name, value in part.metrics.items():
+            sums[name] = sums.get(name, 0.0) + value * part.n_supervised
+    return StepLoss(total / n_supervised, n_supervised, {name: value / n_supervised for name, value in sums.items()})
+
+
 class BaseStrategy(ABC):
     """Computes the loss of a micro-batch.
 
@@ -77,21 +94,28 @@ class BaseStrategy(ABC):
     ----------
     model
         The model that is trained.
+
+    Attributes
+    ----------
+    compiled
+        Compile what the loss does with logits; see :func:`astrai_train.compilation.compile_training`.
     """
+
+    compiled = False
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
 
-    def __call__(self, batch: TrainBatch) -> LossOutput:
-        """Return loss and metrics of a batch whose tensors are still on the host."""
-        return LossOutput(self.compute_loss(batch), batch.n_supervised)
-
     @abstractmethod
-    def compute_loss(self, batch: TrainBatch) -> Tensor:
-        """Return the scalar fp32 loss of a host batch, summed over its supervised tokens, with its graph.
+    def __call__(self, batch: TrainBatch) -> LossOutput:
+        """Return loss and metrics of a batch whose tensors are still on the host.
 
         A batch without a supervised token gives 0 and a gradient of zeros.
         """
+
+    def compute_loss(self, batch: TrainBatch) -> Tensor:
+        """Return the scalar fp32 loss of a host batch, summed, with its graph (row TR1)."""
+        return self(batch).loss_sum
 
 
 class StrategyFactory(BaseFactory[BaseStrategy]):
@@ -100,7 +124,7 @@ class StrategyFactory(BaseFactory[BaseStrategy]):
 
 def document_lens(batch: TrainBatch) -> tuple[int, ...]:
     """Return the lengths of the documents of a host batch, row after row, without padding."""
-    return tuple(length for doc, length in _runs(batch.doc_ids) if doc != PADDING_DOC)
+    return tuple(length for doc, length in runs(batch.doc_ids) if doc != PADDING_DOC)
 
 
 def separation(batch: TrainBatch) -> tuple[int, ...] | None:
@@ -111,11 +135,11 @@ def separation(batch: TrainBatch) -> tuple[int, ...] | None:
     """
     doc_ids = batch.doc_ids
     alone = (doc_ids[:, 1:] == doc_ids[:, :-1]) | (doc_ids[:, 1:] == PADDING_DOC)
-    return None if bool(alone.all()) else tuple(length for _, length in _runs(doc_ids))
+    return None if bool(alone.all()) else tuple(length for _, length in runs(doc_ids))
 
 
-def _runs(doc_ids: Tensor) -> list[tuple[int, int]]:
-    """(document id, length) of every run of equal ids within a row of ``[rows, seq_len]``."""
+def runs(doc_ids: Tensor) -> list[tuple[int, int]]:
+    """Return (document id, length) of every run of equal ids within a row of ``[rows, seq_len]``."""
     starts = torch.ones_like(doc_ids, dtype=torch.bool)
     starts[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
     places = starts.view(-1).nonzero().view(-1)
@@ -130,8 +154,8 @@ def prediction_targets(batch: TrainBatch) -> tuple[Tensor, Tensor]:
     -------
     (places in the flattened ``[rows * seq_len]`` tokens ``[n_supervised]`` int64, labels ``[n_supervised]`` int64)
     """
-    labels = batch.labels[:, 1:]
-    predicted = (labels != IGNORE_LABEL) & (batch.doc_ids[:, 1:] == batch.doc_ids[:, :-1])
-    rows, columns = predicted.nonzero(as_tuple=True)
-    assert rows.numel() == batch.n_supervised, "collate gives no label to the first token of a document"
-    return rows * batch.labels.shape[1] + columns, labels[predicted]
+    predicts = torch.zeros_like(batch.labels, dtype=torch.bool)
+    predicts[:, :-1] = (batch.labels[:, 1:] != IGNORE_LABEL) & (batch.doc_ids[:, 1:] == batch.doc_ids[:, :-1])
+    places = predicts.view(-1).nonzero().view(-1)
+    assert places.numel() == batch.n_supervised, "collate gives no label to the first token of a document"
+    return places, batch.labels.view(-1)[places + 1]

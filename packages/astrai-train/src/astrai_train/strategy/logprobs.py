@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from astrai_core.errors import ConfigError
+from astrai_train.data.collate import IGNORE_LABEL, TrainBatch
+from astrai_train.strategy.base import separation
+
+if TYPE_CHECKING:
+    from astrai_core.model.moe import RouterStats
+    from astrai_core.model.transformer import CausalLM
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,17 @@ def sequence_logprobs(
     # Each value has a place of its own, so that the sums have one order on every device.
     sums = values.new_zeros(scored.shape).masked_scatter(scored, values).sum(1)
     return SequenceLogprobs(sums, scored.sum(1))
+
+
+def batch_logprobs(
+    model: CausalLM, batch: TrainBatch, chunk_tokens: int, router_stats: RouterStats | None = None
+) -> SequenceLogprobs:
+    """Score the supervised tokens of every row of a host batch by a model; see :func:`sequence_logprobs`."""
+    doc_lens = separation(batch)
+    moved = batch.to(model.device, non_blocking=True)
+    hidden = model.hidden_states(moved.input_ids, moved.position_ids, doc_lens=doc_lens, router_stats=router_stats)
+    supervised = moved.labels != IGNORE_LABEL
+    return sequence_logprobs(hidden, model.lm_head, moved.input_ids, supervised, chunk_tokens=chunk_tokens)
 
 
 def _token_logprobs(head: Callable[[Tensor], Tensor], states: Tensor, targets: Tensor) -> Tensor:

@@ -39,9 +39,10 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
   __device__ __forceinline__ void merge_warps(bool is_final) {
     const int rows = min(kRows, n_rows - first_row);
     const int request = shared.chunk.request;
-    for (int e = static_cast<int>(threadIdx.x); e < rows * (kDim / 4); e += kThreads) {
-      const int r = e / (kDim / 4);
-      const int d = (e - r * (kDim / 4)) * 4;
+    const int quads = this->dim() / 4;
+    for (int e = static_cast<int>(threadIdx.x); e < rows * quads; e += kThreads) {
+      const int r = e / quads;
+      const int d = (e - r * quads) * 4;
       float top = shared.ml[0][r][0];
 #pragma unroll
       for (int w = 1; w < kWarps; ++w) top = fmaxf(top, shared.ml[w][r][0]);
@@ -61,7 +62,7 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
         store_result(request, r, d, top, total, value);
       } else {
         const int64_t slot = partial_row(chunk_index, r);
-        *reinterpret_cast<float4*>(p.partial_out + slot * kDim + d) = value;
+        *reinterpret_cast<float4*>(p.partial_out + slot * this->dim() + d) = value;
         if (d == 0) *reinterpret_cast<float2*>(p.partial_ml + 2 * slot) = make_float2(top, total);
       }
     }
@@ -84,8 +85,8 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
     }
     const float inverse = total > 0.0f ? __frcp_rn(total) : 0.0f;
     uint2 packed;
-    packed.x = pack_pair<T>(value.x * inverse, value.y * inverse);
-    packed.y = pack_pair<T>(value.z * inverse, value.w * inverse);
+    packed.x = pack_result<T, KV>(p, value.x * inverse, value.y * inverse);
+    packed.y = pack_result<T, KV>(p, value.z * inverse, value.w * inverse);
     T* target = static_cast<T*>(p.out) + token * p.out_token_stride + row_r.head * p.out_head_stride;
     *reinterpret_cast<uint2*>(target + d) = packed;
     if (d == 0 && p.lse) {
@@ -95,7 +96,8 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
 
   /// Merge the parts of all chunks of the request: chunk c in warp c % kWarps, then as at the end of a chunk.
   __device__ __forceinline__ void merge_chunks() {
-    const int elements = min(kRows, n_rows - first_row) * kDim;
+    const int dim = this->dim();
+    const int elements = min(kRows, n_rows - first_row) * dim;
     const int first_chunk = shared.chunk.first;
     const int count = shared.chunk.count;
     constexpr int kLoads = 4;
@@ -118,9 +120,9 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
         for (int j = 0; j < kLoads; ++j) {
           const int e = first + 128 * j;
           if (e < elements) {
-            const int64_t slot = partial_row(first_chunk + c, e / kDim);
+            const int64_t slot = partial_row(first_chunk + c, e / dim);
             ml[j] = __ldcg(reinterpret_cast<const float2*>(p.partial_ml + 2 * slot));
-            part[j] = __ldcg(reinterpret_cast<const float4*>(p.partial_out + slot * kDim + e % kDim));
+            part[j] = __ldcg(reinterpret_cast<const float4*>(p.partial_out + slot * dim + e % dim));
           }
         }
 #pragma unroll
@@ -141,10 +143,10 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
       for (int j = 0; j < kLoads; ++j) {
         const int e = first + 128 * j;
         if (e >= elements) continue;
-        *reinterpret_cast<float4*>(&shared.out[warp][e / kDim][e % kDim]) = value[j];
-        if (e % kDim == 0) {
-          shared.ml[warp][e / kDim][0] = top[j];
-          shared.ml[warp][e / kDim][1] = total[j];
+        *reinterpret_cast<float4*>(&shared.out[warp][e / dim][e % dim]) = value[j];
+        if (e % dim == 0) {
+          shared.ml[warp][e / dim][0] = top[j];
+          shared.ml[warp][e / dim][1] = total[j];
         }
       }
     }

@@ -1,6 +1,7 @@
 // How decode attention is laid over a GPU: sizes per head_dim, and the list of instances.
 #pragma once
 
+#include "astrai/attention/kv.cuh"
 #include "astrai/attention/params.h"
 #include "astrai/common/launch.cuh"
 
@@ -23,18 +24,10 @@ __host__ __device__ constexpr DecodeShape decode_shape(int head_dim, int row_til
   return {4, 2, 1};
 }
 
-/// KV addressing (row K2): a base pointer per request and a slot per key.
-struct PagedKV {
-  static constexpr bool kPaged = true;
-};
-struct ContigKV {
-  static constexpr bool kPaged = false;
-};
-
 #ifndef __CUDACC_RTC__
 
-/// Rows of one pass over the keys: 8, or 16 where a request has more and the head size leaves registers for it.
-inline int decode_row_tiles(int head_dim, int n_rows) { return n_rows > 8 && head_dim <= 128 ? 2 : 1; }
+/// Rows of one pass over the keys: 8, or 16 where a request has more and the head size is one that most models have.
+inline int decode_row_tiles(int head_dim, int n_rows) { return n_rows > 8 && (head_dim == 64 || head_dim == 128) ? 2 : 1; }
 
 /// Thread blocks that take part in the work on one chunk.
 inline int decode_units(int head_dim, int n_heads, int n_kv_heads, int q_len) {
@@ -53,14 +46,9 @@ inline cudaError_t decode_workers(int head_dim, int n_rows, int* workers) {
 
 #endif  // __CUDACC_RTC__
 
-// Every instance of a type and head size, as CASE(T, KV, kDim, kRowTiles, kExtras).
-#define ASTRAI_DECODE_CASES(CASE, T, DIM) \
-  CASE(T, PagedKV, DIM, 1, false)         \
-  CASE(T, PagedKV, DIM, 1, true)          \
-  CASE(T, ContigKV, DIM, 1, true)
-#define ASTRAI_DECODE_WIDE_CASES(CASE, T, DIM) \
-  CASE(T, PagedKV, DIM, 2, false)              \
-  CASE(T, PagedKV, DIM, 2, true)               \
-  CASE(T, ContigKV, DIM, 2, true)
+// Every instance of a type, head size and number of row tiles, as CASE(T, KV, kDim, kRowTiles, kExtras); e4m3 has one.
+#define ASTRAI_DECODE_CASES(CASE, T, DIM, TILES) \
+  CASE(T, PagedKV, DIM, TILES, false)            \
+  CASE(T, AnyKV, DIM, TILES, true)
 
 }  // namespace astrai

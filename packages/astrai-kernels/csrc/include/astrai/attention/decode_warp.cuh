@@ -1,7 +1,7 @@
-// What one warp does for a chunk of keys: loads, the two products, the online softmax. See decode.cuh.
+// What one warp does for a chunk of keys: the two products and the online softmax between them. See decode.cuh.
 #pragma once
 
-#include "astrai/attention/decode_shape.cuh"
+#include "astrai/attention/decode_operands.cuh"
 #include "astrai/attention/mma.cuh"
 #include "astrai/common/pdl.cuh"
 #include "astrai/common/types.cuh"
@@ -9,130 +9,25 @@
 namespace astrai {
 
 template <typename T, typename KV, int kDim, int kRowTiles, bool kExtras>
-struct DecodeWarp {
-  static constexpr int kWarps = decode_shape(kDim, kRowTiles).warps;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRows = 8 * kRowTiles;
-  static constexpr int kTile = decode_shape(kDim, kRowTiles).tile;  // granules held at once
-  static constexpr int kKeyParts = (kDim + 31) / 32;    // 32-wide parts of a key; a thread holds 8 elements of each
-  static constexpr int kValueParts = (kDim + 63) / 64;  // 64-wide parts of a value; likewise
-  static constexpr bool kPrefetch = kDim <= 192;  // the next step's keys and values during this one; registers allow it
-  static constexpr int kRowStride = 32 * kKeyParts + 4;           // floats between rows in shared memory
+struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
+  using Operands = DecodeOperands<T, KV, kDim, kRowTiles, kExtras>;
+  using Operands::g, Operands::keys, Operands::kv_head, Operands::p, Operands::q, Operands::shared, Operands::values;
+  using Operands::kBytes, Operands::kKeyParts, Operands::kPrefetch, Operands::kTile, Operands::kValueParts;
+  using Operands::kWarps, Operands::lane, Operands::of_key, Operands::uniform, Operands::warp;
+  using typename Operands::KeyScales, typename Operands::Row, typename Operands::Shared;
 
-  struct Shared {
-    float out[kWarps][kRows][kRowStride];
-    float ml[kWarps][kRows][2];
-    AttentionChunk chunk;  // what the end of a unit needs again; registers are scarce until then
-    int is_last;
-  };
-
-  const AttentionParams& p;
-  Shared& shared;
-  int warp, lane, g, q;
-
-  // The unit of work.
-  int chunk_index, kv_head, group, first_row, n_rows;
-
-  // Keys and values in flight, the running softmax.
-  uint4 keys[kTile][2][kKeyParts];
-  uint4 values[kTile][4][kValueParts];
+  // The running softmax.
   float out[kRowTiles][kValueParts][4][4];
   float maximum[kRowTiles];  // of row g + 8 r
-  float sum[kRowTiles];      // of this lane's keys
+  float sum[kRowTiles][2];   // of rows 8 r + 2 q and the next
 
-  __device__ __forceinline__ DecodeWarp(const AttentionParams& params, Shared& memory)
-      : p(params), shared(memory), warp(uniform(static_cast<int>(threadIdx.x) / 32)),
-        lane(static_cast<int>(threadIdx.x) % 32), g(lane / 4), q(lane % 4) {}
-
-  /// Tell the compiler that a value is the same in all lanes.
-  static __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-
-  /// Query row of a column: its query within the request, and its head.
-  struct Row {
-    bool exists;
-    int query, head;
-  };
-  __device__ __forceinline__ Row row(int column) const {
-    const int index = first_row + column;
-    const int query = index / group;
-    return {index < n_rows, query, kv_head * group + index - query * group};
-  }
-
-  /// This lane's part of the queries. It waits in the warp's share of `shared.out`, which is idle until the end.
-  __device__ __forceinline__ uint4* queries() const { return reinterpret_cast<uint4*>(&shared.out[warp][0][0]) + lane; }
-  static_assert(kKeyParts * 2 * 32 * 16 <= 8 * kRowStride * 4, "the queries fit there");
-
-  /// As A fragments of rows g and g + 8, two steps a part; rows that do not exist are zero.
-  __device__ __forceinline__ void load_queries(int request) {
-    uint4 value[2][kKeyParts];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const Row row_g = row(8 * r + g);
-      const T* source = static_cast<const T*>(p.q) +
-                        (static_cast<int64_t>(request) * p.q_len + row_g.query) * p.q_token_stride +
-                        row_g.head * p.q_head_stride + 8 * q;
-#pragma unroll
-      for (int c = 0; c < kKeyParts; ++c) {
-        value[r][c] = make_uint4(0, 0, 0, 0);
-        if (r < kRowTiles && row_g.exists && (kDim % 32 == 0 || 32 * c + 8 * q < kDim)) {
-          value[r][c] = *reinterpret_cast<const uint4*>(source + 32 * c);
-        }
-      }
-    }
-#pragma unroll
-    for (int c = 0; c < kKeyParts; ++c) {
-      const uint4 a = value[0][c];
-      const uint4 b = value[1][c];
-      queries()[64 * c] = make_uint4(a.x, b.x, a.y, b.y);
-      queries()[64 * c + 32] = make_uint4(a.z, b.z, a.w, b.w);
-    }
-  }
-
-  /// Keys of kTile granules from half `half` of `slots`; `base` points at this lane's bytes of slot 0.
-  __device__ __forceinline__ void load_keys(const char* base, uint32_t stride, int slots, int half) {
-#pragma unroll
-    for (int t = 0; t < kTile; ++t) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t slot = __shfl_sync(0xffffffffu, slots, (half + t) * kGranule + g + 8 * i);
-        const char* source = base + static_cast<uint64_t>(slot) * stride;
-#pragma unroll
-        for (int c = 0; c < kKeyParts; ++c) {
-          if (kDim % 32 == 0 || 32 * c + 8 * q < kDim) {
-            keys[t][i][c] = load_streaming(source + 64 * c);
-          } else {
-            keys[t][i][c] = make_uint4(0, 0, 0, 0);
-          }
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void load_values(const char* base, uint32_t stride, int slots, int half) {
-#pragma unroll
-    for (int t = 0; t < kTile; ++t) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int key = 2 * q + (i & 1) + 8 * (i >> 1);
-        const uint32_t slot = __shfl_sync(0xffffffffu, slots, (half + t) * kGranule + key);
-        const char* source = base + static_cast<uint64_t>(slot) * stride;
-#pragma unroll
-        for (int c = 0; c < kValueParts; ++c) {
-          if (kDim % 64 == 0 || 64 * c + 8 * g < kDim) {
-            values[t][i][c] = load_streaming(source + 128 * c);
-          } else {
-            values[t][i][c] = make_uint4(0, 0, 0, 0);
-          }
-        }
-      }
-    }
-  }
+  __device__ __forceinline__ DecodeWarp(const AttentionParams& params, Shared& memory) : Operands(params, memory) {}
 
   /// Scores of a warp's granules: [granule][eight keys][row g: keys 2q, 2q+1; row g+8: the same].
   using Scores = float[kTile][2][4];
 
   __device__ __forceinline__ void multiply(Scores& s) const {
-    const uint32_t source = static_cast<uint32_t>(__cvta_generic_to_shared(queries()));
+    const uint32_t source = static_cast<uint32_t>(__cvta_generic_to_shared(this->queries()));
     // Granule by granule, though the queries are then read once for each: rows g+8 of a finished granule are free.
 #pragma unroll
     for (int t = 0; t < kTile; ++t) {
@@ -140,16 +35,26 @@ struct DecodeWarp {
       for (int i = 0; i < 8; ++i) s[t][i / 4][i % 4] = 0.0f;
 #pragma unroll
       for (int c = 0; c < kKeyParts; ++c) {
+        const uint4 key[2] = {as_16_bit(keys[t][0][c]), as_16_bit(keys[t][1][c])};
         const uint4 first = load_shared(source + 1024 * c);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          mma<T>(s[t][i], first.x, first.y, first.z, first.w, keys[t][i][c].x, keys[t][i][c].y);
-        }
+        for (int i = 0; i < 2; ++i) mma<T>(s[t][i], first.x, first.y, first.z, first.w, key[i].x, key[i].y);
         const uint4 second = load_shared(source + 1024 * c + 512);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          mma<T>(s[t][i], second.x, second.y, second.z, second.w, keys[t][i][c].z, keys[t][i][c].w);
-        }
+        for (int i = 0; i < 2; ++i) mma<T>(s[t][i], second.x, second.y, second.z, second.w, key[i].z, key[i].w);
+      }
+    }
+  }
+
+  /// Multiply the scores by the scales of their keys; `half` as in accumulate.
+  __device__ __forceinline__ void scale_scores(Scores& s, const KeyScales& scales, int half) const {
+#pragma unroll
+    for (int t = 0; t < kTile; ++t) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float scale = of_key(scales.k, half + t, 8 * (i / 2) + 2 * q + i % 2);
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) s[t][i / 2][2 * r + i % 2] *= scale;
       }
     }
   }
@@ -159,17 +64,19 @@ struct DecodeWarp {
   __device__ __forceinline__ void finish_scores(float (&s)[2][4], int position, const int (&high)[kRowTiles], int low,
                                                 int end, int span, int request, int first_query,
                                                 bool all_visible) const {
+    if (kExtras && p.softcap > 0.0f) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int e = 0; e < 2 * kRowTiles; ++e) {
-        if constexpr (kExtras) {
-          float score = s[i][e] * p.scale;
-          if (p.softcap > 0.0f) score = p.softcap * tanhf(score / p.softcap);
-          s[i][e] = score * kLog2e;
-        } else {
-          s[i][e] *= p.scale * kLog2e;
+        for (int e = 0; e < 2 * kRowTiles; ++e) {
+          s[i][e] = p.softcap * tanhf(s[i][e] * p.scale / p.softcap) * kLog2e;
         }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2 * kRowTiles; ++e) s[i][e] *= p.scale * kLog2e;
       }
     }
     if (all_visible) return;
@@ -216,9 +123,10 @@ struct DecodeWarp {
       const float raised = fmaxf(maximum[r], ceilf(value));
       const float factor = exp2_fast(maximum[r] - raised);
       maximum[r] = raised;
-      sum[r] *= factor;
       const float even = __shfl_sync(0xffffffffu, factor, 8 * q);
       const float odd = __shfl_sync(0xffffffffu, factor, 8 * q + 4);
+      sum[r][0] *= even;
+      sum[r][1] *= odd;
 #pragma unroll
       for (int c = 0; c < kValueParts; ++c) {
 #pragma unroll
@@ -232,31 +140,50 @@ struct DecodeWarp {
     }
   }
 
-  __device__ __forceinline__ void accumulate(const Scores& s) {
+  /// half: of the slots that `scales` belong to, the first granule's.
+  __device__ __forceinline__ void accumulate(const Scores& s, const KeyScales& scales, int half) {
 #pragma unroll
     for (int t = 0; t < kTile; ++t) {
       uint32_t weights[kRowTiles][2];
+      float v_scale[2][2];
+      if constexpr (KV::kNarrow) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v_scale[i / 2][i % 2] = of_key(scales.v, half + t, 8 * (i / 2) + 2 * q + i % 2);
+      }
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
+        uint32_t scaled[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float even = exp2_fast(s[t][i][2 * r] - maximum[r]);
           const float odd = exp2_fast(s[t][i][2 * r + 1] - maximum[r]);
-          sum[r] += even + odd;
           weights[r][i] = pack_pair<T>(even, odd);
+          if constexpr (KV::kNarrow) {
+            scaled[i] = pack_pair<T>(fminf(even * v_scale[i][0], kLargestHalf), fminf(odd * v_scale[i][1], kLargestHalf));
+          }
+        }
+        // Of the rounded weights, so that they add up to one: a single key's output is its value.
+        constexpr uint32_t kOnes = pair_of_ones<T>();
+        float total[4] = {};  // each sum twice
+        mma<T>(total, kOnes, kOnes, kOnes, kOnes, weights[r][0], weights[r][1]);
+        sum[r][0] += total[0];
+        sum[r][1] += total[1];
+        if constexpr (KV::kNarrow) {
+          weights[r][0] = scaled[0];
+          weights[r][1] = scaled[1];
         }
       }
 #pragma unroll
       for (int c = 0; c < kValueParts; ++c) {
-        const uint32_t* v[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = reinterpret_cast<const uint32_t*>(&values[t][i][c]);
+        const uint4 v[4] = {as_16_bit(values[t][0][c]), as_16_bit(values[t][1][c]), as_16_bit(values[t][2][c]),
+                            as_16_bit(values[t][3][c])};
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-          const uint32_t a0 = low_halves(v[0][m], v[1][m]);
-          const uint32_t a1 = high_halves(v[0][m], v[1][m]);
-          const uint32_t a2 = low_halves(v[2][m], v[3][m]);
-          const uint32_t a3 = high_halves(v[2][m], v[3][m]);
+          const auto word = [&](int i) { return m == 0 ? v[i].x : m == 1 ? v[i].y : m == 2 ? v[i].z : v[i].w; };
+          const uint32_t a0 = low_halves(word(0), word(1));
+          const uint32_t a1 = high_halves(word(0), word(1));
+          const uint32_t a2 = low_halves(word(2), word(3));
+          const uint32_t a3 = high_halves(word(2), word(3));
 #pragma unroll
           for (int r = 0; r < kRowTiles; ++r) mma<T>(out[r][c][m], a0, a1, a2, a3, weights[r][0], weights[r][1]);
         }
@@ -274,7 +201,8 @@ struct DecodeWarp {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       maximum[r] = kNoMaximum;
-      sum[r] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sum[r][i] = 0.0f;
 #pragma unroll
       for (int c = 0; c < kValueParts; ++c) {
 #pragma unroll
@@ -297,7 +225,7 @@ struct DecodeWarp {
     int high[kRowTiles];
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
-      const Row row_g = row(g + 8 * r);
+      const Row row_g = this->row(g + 8 * r);
       high[r] = row_g.exists ? first_query + row_g.query + 1 : end;
     }
 
@@ -308,35 +236,45 @@ struct DecodeWarp {
       return;
     }
 
-    const char* k_base = static_cast<const char*>(p.k) + 16 * q +
-                         (kv_head * p.k_head_stride + (KV::kPaged ? 0 : request * p.k_batch_stride)) * sizeof(T);
-    const char* v_base = static_cast<const char*>(p.v) + 16 * g +
-                         (kv_head * p.v_head_stride + (KV::kPaged ? 0 : request * p.v_batch_stride)) * sizeof(T);
-    const uint32_t k_stride = static_cast<uint32_t>(p.k_slot_stride) * sizeof(T);
-    const uint32_t v_stride = static_cast<uint32_t>(p.v_slot_stride) * sizeof(T);
-    const int32_t* table = KV::kPaged ? p.req_to_token + uniform(chunk.table_row) * p.table_stride : nullptr;
+    const bool paged = KV::kPaged || p.req_to_token != nullptr;
+    const char* k_base = static_cast<const char*>(p.k) + 8 * kBytes * q +
+                         (kv_head * p.k_head_stride + (paged ? 0 : request * p.k_batch_stride)) * kBytes;
+    const char* v_base = static_cast<const char*>(p.v) + 8 * kBytes * g +
+                         (kv_head * p.v_head_stride + (paged ? 0 : request * p.v_batch_stride)) * kBytes;
+    const uint32_t k_stride = static_cast<uint32_t>(p.k_slot_stride) * kBytes;
+    const uint32_t v_stride = static_cast<uint32_t>(p.v_slot_stride) * kBytes;
+    const int32_t* table = paged ? p.req_to_token + uniform(chunk.table_row) * p.table_stride : nullptr;
+    const float* k_scale = nullptr;
+    const float* v_scale = nullptr;
+    if constexpr (KV::kNarrow) {
+      k_scale = p.k_scale + kv_head + (paged ? 0 : request * p.k_scale_batch_stride);
+      v_scale = p.v_scale + kv_head + (paged ? 0 : request * p.v_scale_batch_stride);
+    }
 
     // Slots of two granules, one a lane. Positions outside the chunk repeat one inside: what is read is always owned.
     const auto load_slots = [&](int granule) {
       int position = begin + ((granule + lane / kGranule) * kWarps + warp) * kGranule + lane % kGranule;
       position = max(min(position, end - 1), low);
-      return KV::kPaged ? table[position] : position;
+      return slot_of<KV>(table, position);
     };
 
     int slots = load_slots(skipped);
     int next_slots = load_slots(skipped + 2);
     // Keys of earlier steps are there already; the kernel before this one writes those of this step.
-    const int last_position = begin + ((skipped + kTile - 1) * kWarps + warp) * kGranule + kGranule;
+    constexpr int kAhead = KV::kNarrow ? 2 : kTile;  // scales come for two granules at once
+    const int last_position = begin + ((skipped + kAhead - 1) * kWarps + warp) * kGranule + kGranule;
     const bool early = p.overlap && min(last_position, end) <= first_query;
     if (is_first && !early) join();
+    KeyScales scales = this->load_scales(k_scale, v_scale, slots);
     if constexpr (kPrefetch) {
-      load_keys(k_base, k_stride, slots, 0);
-      load_values(v_base, v_stride, slots, 0);
+      this->load_keys(k_base, k_stride, slots, 0);
+      this->load_values(v_base, v_stride, slots, 0);
     }
     if (is_first && early) join();
-    load_queries(request);
+    this->load_queries(request);
 #pragma unroll 1
     for (int granule = skipped; granule < n_granules; granule += 2) {
+      const KeyScales next_scales = this->load_scales(k_scale, v_scale, next_slots);
 #pragma unroll
       for (int step = 0; step < 2; step += kTile) {
         if (step > 0 && granule + step >= n_granules) break;
@@ -344,11 +282,15 @@ struct DecodeWarp {
         constexpr bool kWhole = kTile == 2;
         const int from = kWhole || step > 0 ? next_slots : slots;
         const int half = kWhole || step > 0 ? 0 : 1;
-        if constexpr (!kPrefetch) load_keys(k_base, k_stride, slots, step);
+        if constexpr (!kPrefetch) this->load_keys(k_base, k_stride, slots, step);
         Scores s;
         multiply(s);
-        if constexpr (!kPrefetch) load_values(v_base, v_stride, slots, step);
-        if (kPrefetch && has_next) load_keys(k_base, k_stride, from, half);
+        if constexpr (KV::kNarrow) scale_scores(s, scales, step);
+        if constexpr (!kPrefetch) {
+          if (kExtras) __syncwarp();  // else ptxas lifts the loads above the product and runs out of registers
+          this->load_values(v_base, v_stride, slots, step);
+        }
+        if (kPrefetch && has_next) this->load_keys(k_base, k_stride, from, half);
 #pragma unroll
         for (int t = 0; t < kTile; ++t) {
           const int position = begin + ((granule + step + t) * kWarps + warp) * kGranule;
@@ -356,16 +298,12 @@ struct DecodeWarp {
           finish_scores(s[t], position, high, low, end, span, request, first_query, all_visible);
         }
         raise_maxima(s);
-        accumulate(s);
-        if (kPrefetch && has_next) load_values(v_base, v_stride, from, half);
+        accumulate(s, scales, step);
+        if (kPrefetch && has_next) this->load_values(v_base, v_stride, from, half);
       }
       slots = next_slots;
+      scales = next_scales;
       next_slots = load_slots(granule + 4);
-    }
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-      sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
     }
   }
 
@@ -373,20 +311,23 @@ struct DecodeWarp {
     __syncwarp();  // the queries that lay here have been read by all lanes
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
-      if (q == 0) {
-        shared.ml[warp][8 * r + g][0] = maximum[r];
-        shared.ml[warp][8 * r + g][1] = sum[r];
-      }
+      if (q == 0) shared.ml[warp][8 * r + g][0] = maximum[r];
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
+        if (g == 0) shared.ml[warp][8 * r + 2 * q + column][1] = sum[r][column];
 #pragma unroll
         for (int c = 0; c < kValueParts; ++c) {
           const int begin = 64 * c + 8 * g;
           if (kDim % 64 != 0 && begin >= kDim) continue;
           float4* target = reinterpret_cast<float4*>(&shared.out[warp][8 * r + 2 * q + column][begin]);
           const float(&o)[4][4] = out[r][c];
-          target[0] = make_float4(o[0][column], o[0][2 + column], o[1][column], o[1][2 + column]);
-          target[1] = make_float4(o[2][column], o[2][2 + column], o[3][column], o[3][2 + column]);
+          constexpr float kUnit = KV::kNarrow ? kWidenedUnit / kWeightUnit : 1.0f;
+          const auto four = [&](int m) {
+            return make_float4(o[m][column] * kUnit, o[m][2 + column] * kUnit, o[m + 1][column] * kUnit,
+                               o[m + 1][2 + column] * kUnit);
+          };
+          target[0] = four(0);
+          target[1] = four(2);
         }
       }
     }

@@ -54,6 +54,20 @@ __device__ __forceinline__ uint32_t pack_pair<float16>(float low, float high) {
   return pair;
 }
 
+/// Two ones as 16-bit values: an operand that adds up the other's.
+template <typename T>
+__host__ __device__ constexpr uint32_t pair_of_ones();
+
+template <>
+__host__ __device__ constexpr uint32_t pair_of_ones<bfloat16>() {
+  return 0x3f803f80u;
+}
+
+template <>
+__host__ __device__ constexpr uint32_t pair_of_ones<float16>() {
+  return 0x3c003c00u;
+}
+
 /// The low (high) halves of two registers as one: elements of two rows become neighbours along the summed index.
 __device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) {
   return __byte_perm(first, second, 0x5410);
@@ -72,6 +86,15 @@ __device__ __forceinline__ uint4 load_streaming(const void* address) {
   return value;
 }
 
+__device__ __forceinline__ uint2 load_streaming_half(const void* address) {
+  uint2 value;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
 /// Sixteen bytes of shared memory, read where it stands: a compiler that keeps them in registers instead runs short.
 __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   uint4 value;
@@ -80,6 +103,13 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
                : "r"(address)
                : "memory");
   return value;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint4 value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
 }
 
 /// Not a constant: NVRTC has no header that names it.

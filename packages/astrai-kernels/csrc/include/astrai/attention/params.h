@@ -36,6 +36,12 @@ struct AttentionParams {
   int64_t k_slot_stride, k_head_stride, k_batch_stride;  // batch strides: contiguous KV only
   int64_t v_slot_stride, v_head_stride, v_batch_stride;
 
+  const float* k_scale;  // of an e4m3 cache: [slots, n_kv_heads] or [batch, max_len, n_kv_heads]; null: k and v of q's type
+  const float* v_scale;
+  int64_t k_scale_stride, k_scale_batch_stride;  // a slot's heads lie together
+  int64_t v_scale_stride, v_scale_batch_stride;
+  bool rows_are_bfloat16;  // q and out beside an e4m3 cache; fp16 otherwise
+
   const int32_t* req_to_token;  // [rows, table_stride]: slot of each position; null: contiguous
   int64_t table_stride;
 

@@ -16,7 +16,8 @@ template <typename T, typename KV, int kDim, bool kExtras>
 struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
   using Tile = PrefillTile<T, KV, kDim, kExtras>;
   using typename Tile::Scores;
-  using Tile::first_row, Tile::first_token, Tile::head, Tile::kv_head, Tile::q_len, Tile::seq_len;
+  using typename Tile::Weights;
+  using Tile::first_position, Tile::first_token, Tile::head, Tile::kv_head, Tile::seq_len;
   using Tile::k_tile, Tile::lane, Tile::p, Tile::slots, Tile::thread, Tile::v_tile;
   using Tile::kHoldQueries, Tile::kKeys, Tile::kQueries, Tile::kRowTiles, Tile::kSharedBytes, Tile::kSteps;
   using Tile::kValueTiles, Tile::maximum, Tile::out, Tile::sum;
@@ -28,21 +29,23 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float total = sum[m][half];
-        total += __shfl_xor_sync(0xffffffffu, total, 1);
-        total += __shfl_xor_sync(0xffffffffu, total, 2);
-        const float top = maximum[m][half] * kLn2;
+        const float total = sum[m][half];
+        // A row that sees nothing but its sink has no maximum.
+        const float top = kExtras && p.sinks && !(total > 0.0f) ? p.sinks[head] : maximum[m][half] * kLn2;
         float denominator = total;
         if (kExtras && p.sinks) denominator += __expf(p.sinks[head] - top);
         const float inverse = total > 0.0f ? 1.0f / denominator : 0.0f;
-        const int row = this->query_position(m, half) - (seq_len - q_len);
-        if (row >= q_len) continue;
-        const int64_t token = first_token + row;
+        const int query = this->query_position(m, half);
+        if (query >= seq_len) continue;
+        const int64_t token = first_token + query;
         T* target = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride + lane % 4 * 2;
+        constexpr float kUnit = KV::kNarrow ? kWidenedUnit / kWeightUnit : 1.0f;
+        const float factor = inverse * kUnit;
 #pragma unroll
         for (int d = 0; d < kValueTiles; ++d) {
+          if (d * 8 >= this->dim()) break;
           *reinterpret_cast<uint32_t*>(target + d * 8) =
-              pack_pair<T>(out[m][d][2 * half] * inverse, out[m][d][2 * half + 1] * inverse);
+              pack_result<T, KV>(p, out[m][d][2 * half] * factor, out[m][d][2 * half + 1] * factor);
         }
         if (p.lse && lane % 4 == 0) {
           p.lse[token * p.n_heads + head] =
@@ -50,6 +53,21 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
                                                                            : -infinity();
         }
       }
+    }
+  }
+
+  __device__ __forceinline__ void copy_keys(int half) const {
+    if constexpr (KV::kNarrow) {
+      this->copy_narrow(0, half, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
+    } else {
+      this->copy_rows(k_tile, half, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
+    }
+  }
+  __device__ __forceinline__ void copy_values(int half) const {
+    if constexpr (KV::kNarrow) {
+      this->copy_narrow(1, half, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
+    } else {
+      this->copy_rows(v_tile, half, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
     }
   }
 
@@ -72,26 +90,24 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
         for (int i = 0; i < 4; ++i) out[m][d][i] = 0.0f;
       }
     }
-    const int first_position = seq_len - q_len + first_row;
     const int last_position = min(first_position + kQueries, seq_len) - 1;
     const int low = p.window ? max(0, first_position + 1 - p.window) : 0;
     const int high = last_position + 1;
-    // Between these two every row of the tile sees every key.
-    const int all_from = p.window ? max(0, last_position + 1 - p.window) : 0;
-    const int all_to = first_position + 1;
     const float scale_log2 = p.scale * kLog2e;
 
     int position = low / kKeys * kKeys;
-    int* now = slots;
-    int* next = slots + kKeys;
+    int half = 0;  // of `slots`: the tile at hand
     this->copy_queries();
-    if (thread < kKeys) now[thread] = this->find_slot(position, low, high);
+    const int first_slot = this->find_slot(position, low, high);
+    if (thread < kKeys) slots[thread] = first_slot;
+    if constexpr (KV::kNarrow) this->store_scales(0, this->find_scales(first_slot));
     __syncthreads();
-    this->copy_rows(k_tile, now, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
+    copy_keys(0);
     commit_copies();
 #pragma unroll 1
     for (; position < high; position += kKeys) {
       wait_copies();
+      if constexpr (KV::kNarrow) this->widen(0, k_tile);
       __syncthreads();  // K has landed, and V of the tile before has been read
       if constexpr (kHoldQueries) {
         if (position < low + kKeys) {
@@ -99,23 +115,39 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
           for (int step = 0; step < kSteps; ++step) this->load_queries(step, step);
         }
       }
-      this->copy_rows(v_tile, now, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
+      copy_values(half);
       commit_copies();
       const bool has_next = position + kKeys < high;
-      const int next_slot = has_next ? this->find_slot(position + kKeys, low, high) : -1;
+      const int next_slot = has_next ? this->find_slot(position + kKeys, 0, high) : -1;
       Scores s;
       this->multiply(s);
-      if (position < all_from || position + kKeys > all_to || (kExtras && p.mask)) this->mask_scores(s, position, high);
+      float2 next_scales = {};
+      if constexpr (KV::kNarrow) {
+        next_scales = this->find_scales(next_slot);
+        this->template apply_scales<false>(s, this->scales_of(half));
+      }
+      if constexpr (kExtras) this->cap_scores(s);
+      // Whether some row does not see some key.
+      const bool hides = position + kKeys > first_position + 1 || (p.window && position < high - p.window);
+      if (hides || (kExtras && p.mask)) this->mask_scores(s, position, high);
       this->soften(s, scale_log2);
-      if (thread < kKeys) next[thread] = next_slot;
+      Weights weights;
+      this->pack_weights(s, weights);
+      if (KV::kNarrow) this->add_weights(weights);
+      if (thread < kKeys) slots[(half ^ 1) * kKeys + thread] = next_slot;
+      if constexpr (KV::kNarrow) {
+        this->store_scales(half ^ 1, next_scales);
+        this->template apply_scales<true>(s, this->scales_of(half) + kKeys);
+        this->pack_weights(s, weights);
+      }
       wait_copies();
+      if constexpr (KV::kNarrow) this->widen(1, v_tile);
       __syncthreads();  // V has landed, K has been read, and the next slots are there
-      if (has_next) this->copy_rows(k_tile, next, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
+      half ^= 1;
+      if (has_next) copy_keys(half);
       commit_copies();
-      int* const other = now;
-      now = next;
-      next = other;
-      this->accumulate(s);
+      if (!KV::kNarrow) this->add_weights(weights);
+      this->accumulate(weights);
     }
     wait_copies();
     store();
@@ -146,11 +178,9 @@ cudaError_t launch_prefill(const AttentionParams& params, int64_t n_tokens, cuda
 
 #endif  // __CUDACC_RTC__
 
-// Every instance of a type and head size, as CASE(T, KV, kDim, kExtras).
+// Every instance of a type and head size, as CASE(T, KV, kDim, kExtras); an e4m3 cache has one of a head size.
 #define ASTRAI_PREFILL_CASES(CASE, T, DIM) \
   CASE(T, PagedKV, DIM, false)             \
-  CASE(T, PagedKV, DIM, true)              \
-  CASE(T, ContigKV, DIM, false)            \
-  CASE(T, ContigKV, DIM, true)
+  CASE(T, AnyKV, DIM, true)
 
 }  // namespace astrai

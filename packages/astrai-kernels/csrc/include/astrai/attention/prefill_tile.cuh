@@ -24,7 +24,9 @@ __host__ __device__ constexpr PrefillShape prefill_shape(int head_dim) {
 template <typename T, typename KV, int kDim, bool kExtras>
 struct PrefillTile {
   static constexpr int kQueries = prefill_shape(kDim).queries;
-  static constexpr int kKeys = prefill_shape(kDim).keys;
+  // Where neither extras nor an e4m3 cache want registers, head_dim 128 has some for half as many keys again.
+  static constexpr bool kLean = kDim > 96 && kDim <= 128 && !kExtras && KV::kPaged && !KV::kNarrow;
+  static constexpr int kKeys = kLean ? 48 : prefill_shape(kDim).keys;
   static constexpr int kRowTiles = kQueries / (16 * kPrefillWarps);  // m16 tiles of a warp
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kValueTiles = kDim / 8;
@@ -32,29 +34,40 @@ struct PrefillTile {
   static constexpr int kStride = kDim + 8;       // elements between rows: an odd number of 16-byte units, no conflicts
   static constexpr int kUnits = kDim / 8;        // 16-byte units of a row
   static constexpr int kCopies = kKeys * kUnits / kPrefillThreads;  // of a thread for one tile of keys
-  static constexpr int kSharedBytes = (kQueries + 2 * kKeys) * kStride * 2 + 2 * kKeys * 4;
+  // Tiles of 16-bit elements, slots; then, for an e4m3 cache, scales and what cp.async brings before it is widened.
+  static constexpr int kSlotsAt = (kQueries + 2 * kKeys) * kStride * 2;
+  static constexpr int kScalesAt = kSlotsAt + 2 * kKeys * 4;
+  static constexpr int kNarrowAt = kScalesAt + 4 * kKeys * 4;
+  static constexpr int kSharedBytes = KV::kNarrow ? kNarrowAt + 2 * kKeys * kDim : kScalesAt;
   static_assert(kKeys * kUnits % kPrefillThreads == 0 && kQueries * kUnits % kPrefillThreads == 0, "whole copies");
 
   const AttentionParams& p;
   uint32_t q_tile, k_tile, v_tile;  // shared-memory addresses
   int* slots;                       // [2][kKeys] in shared memory: where the keys of this tile and the next one lie
+  float* scales;                    // [2][2][kKeys]: of the keys and the values there
+  unsigned char* narrow;            // [2][kKeys][kDim]: a tile of e4m3 keys and one of values
   int warp, lane, thread;
 
-  // The tile's place.
-  int head, kv_head, request, table_row, first_token, q_len, seq_len, first_row;
+  // The tile's place: first_position of its first row, first_token of position 0, whether or not that is a query.
+  int head, kv_head, request, table_row, seq_len, first_position, first_token;
 
   static constexpr bool kHoldQueries = kDim <= 64 && !kExtras;  // in registers
   uint32_t queries[kHoldQueries ? kSteps : 1][kRowTiles][4];
   float out[kRowTiles][kValueTiles][4];
   float maximum[kRowTiles][2];
-  float sum[kRowTiles][2];
+  float sum[kRowTiles][2];  // of rows g and g + 8, the same in the four lanes that share a row
 
   __device__ __forceinline__ PrefillTile(const AttentionParams& params, unsigned char* memory)
       : p(params), q_tile(static_cast<uint32_t>(__cvta_generic_to_shared(memory))),
         k_tile(q_tile + kQueries * kStride * 2), v_tile(k_tile + kKeys * kStride * 2),
-        slots(reinterpret_cast<int*>(memory + (kQueries + 2 * kKeys) * kStride * 2)),
+        slots(reinterpret_cast<int*>(memory + kSlotsAt)), scales(reinterpret_cast<float*>(memory + kScalesAt)),
+        narrow(memory + kNarrowAt),
         warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0)),
         lane(static_cast<int>(threadIdx.x) % 32), thread(static_cast<int>(threadIdx.x)) {}
+
+  /// Elements of a head: head_dim 80 runs in the instance of 96.
+  __device__ __forceinline__ int dim() const { return kDim == 96 ? p.head_dim : kDim; }
+  __device__ __forceinline__ bool paged() const { return KV::kPaged || p.req_to_token != nullptr; }
 
   /// Tell the compiler that a value is the same in all lanes.
   static __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
@@ -77,16 +90,15 @@ struct PrefillTile {
       if (beyond) {
         const int at = __ffs(static_cast<int>(beyond)) - 1;
         request = first + at;
-        first_row = (wanted - __shfl_sync(0xffffffffu, inclusive - own, at)) * kQueries;
+        first_position = (wanted - __shfl_sync(0xffffffffu, inclusive - own, at)) * kQueries;
         break;
       }
       wanted -= __shfl_sync(0xffffffffu, inclusive, 31);
     }
     request = uniform(request);
-    first_row = uniform(first_row);
-    first_token = uniform(p.qo_indptr[request]);
-    q_len = uniform(p.qo_indptr[request + 1]) - first_token;
     seq_len = uniform(p.seq_lens[request]);
+    first_token = uniform(p.qo_indptr[request + 1]) - seq_len;
+    first_position = uniform(first_position) + uniform(p.qo_indptr[request]) - first_token;
     table_row = uniform(p.req_indices ? static_cast<int>(p.req_indices[request]) : request);
     return true;
   }
@@ -100,14 +112,21 @@ struct PrefillTile {
   }
 
   __device__ __forceinline__ void copy_queries() const {
-    const T* base = static_cast<const T*>(p.q) + (first_token + first_row) * p.q_token_stride + head * p.q_head_stride;
+    const T* base = static_cast<const T*>(p.q) + (first_token + first_position) * p.q_token_stride + head * p.q_head_stride;
 #pragma unroll
     for (int i = 0; i < kQueries * kUnits / kPrefillThreads; ++i) {
       const int index = thread + i * kPrefillThreads;
       const int row = index / kUnits;
       const int unit = index - row * kUnits;
-      const bool exists = first_row + row < q_len;
-      copy_async(q_tile + (row * kStride + unit * 8) * 2, base + (exists ? row * p.q_token_stride : 0) + unit * 8, exists);
+      const bool exists = first_position + row < seq_len && unit * 8 < dim();
+      const T* source = base + (exists ? row * p.q_token_stride + unit * 8 : 0);
+      const uint32_t target = q_tile + (row * kStride + unit * 8) * 2;
+      if (KV::kNarrow && p.rows_are_bfloat16) {
+        const uint4 value = exists ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+        store_shared(target, half_from_bfloat16(value));
+      } else {
+        copy_async(target, source, exists);
+      }
     }
   }
 
@@ -115,24 +134,87 @@ struct PrefillTile {
   __device__ __forceinline__ int find_slot(int position, int low, int high) const {
     const int key = position + thread;
     if (thread >= kKeys || key < low || key >= high) return -1;
-    return KV::kPaged ? p.req_to_token[static_cast<int64_t>(table_row) * p.table_stride + key] : key;
+    const int32_t* table = paged() ? p.req_to_token + static_cast<int64_t>(table_row) * p.table_stride : nullptr;
+    return slot_of<KV>(table, key);
   }
 
-  __device__ __forceinline__ void copy_rows(uint32_t tile, const int* tile_slots, const void* buffer,
+  __device__ __forceinline__ void copy_rows(uint32_t tile, int half, const void* buffer,
                                             int64_t slot_stride, int64_t head_stride, int64_t batch_stride) const {
-    const T* base = static_cast<const T*>(buffer) + kv_head * head_stride + (KV::kPaged ? 0 : request * batch_stride);
-#pragma unroll
+    const T* base = static_cast<const T*>(buffer) + kv_head * head_stride + (paged() ? 0 : request * batch_stride);
+#pragma unroll(kDim == 128 ? 2 : kCopies)  // there ptxas runs out of registers over the addresses of four
     for (int i = 0; i < kCopies; ++i) {
       const int index = thread + i * kPrefillThreads;
       const int row = index / kUnits;
       const int unit = index - row * kUnits;
-      const int slot = tile_slots[row];
-      const bool exists = slot >= 0;
-      copy_async(tile + (row * kStride + unit * 8) * 2, base + (exists ? slot * slot_stride : 0) + unit * 8, exists);
+      const int slot = slots[half * kKeys + row];
+      const bool exists = slot >= 0 && unit * 8 < dim();
+      copy_async(tile + (row * kStride + unit * 8) * 2, base + (exists ? slot * slot_stride + unit * 8 : 0), exists);
     }
   }
 
+  static constexpr int kNarrowUnits = kDim / 16;  // 16-byte units of an e4m3 row
+
+  /// As copy_rows, of an e4m3 cache: raw, to where widen() finds it. which: 0 keys, 1 values.
+  __device__ __forceinline__ void copy_narrow(int which, int half, const void* buffer, int64_t slot_stride,
+                                              int64_t head_stride, int64_t batch_stride) const {
+    const char* base =
+        static_cast<const char*>(buffer) + kv_head * head_stride + (paged() ? 0 : request * batch_stride);
+    const uint32_t target = static_cast<uint32_t>(__cvta_generic_to_shared(narrow)) + which * kKeys * kDim;
+    for (int index = thread; index < kKeys * kNarrowUnits; index += kPrefillThreads) {
+      const int row = index / kNarrowUnits;
+      const int unit = index - row * kNarrowUnits;
+      const int slot = slots[half * kKeys + row];
+      const bool exists = slot >= 0 && unit * 16 < dim();
+      copy_async(target + index * 16, base + (exists ? slot * slot_stride + unit * 16 : 0), exists);
+    }
+  }
+
+  /// Widen what this thread itself has copied, so no barrier is needed before; one must follow.
+  __device__ __forceinline__ void widen(int which, uint32_t tile) const {
+    const unsigned char* source = narrow + which * kKeys * kDim;
+    for (int index = thread; index < kKeys * kNarrowUnits; index += kPrefillThreads) {
+      const int row = index / kNarrowUnits;
+      const int unit = index - row * kNarrowUnits;
+      const uint4 raw = *reinterpret_cast<const uint4*>(source + index * 16);
+      const uint32_t target = tile + (row * kStride + unit * 16) * 2;
+      store_shared(target, widen_e4m3(make_uint2(raw.x, raw.y)));
+      store_shared(target + 16, widen_e4m3(make_uint2(raw.z, raw.w)));
+    }
+  }
+
+  /// Scales of the key (x) and the value (y) in `slot`; zero where there is none.
+  __device__ __forceinline__ float2 find_scales(int slot) const {
+    if (slot < 0) return make_float2(0.0f, 0.0f);
+    const float* k = p.k_scale + kv_head + (paged() ? 0 : request * p.k_scale_batch_stride);
+    const float* v = p.v_scale + kv_head + (paged() ? 0 : request * p.v_scale_batch_stride);
+    return make_float2(k[slot * p.k_scale_stride] * kWidenedUnit, v[slot * p.v_scale_stride] * kWeightUnit);
+  }
+  /// This thread's key's scales to their place beside half `half` of `slots`.
+  __device__ __forceinline__ void store_scales(int half, float2 scale) const {
+    if (thread >= kKeys) return;
+    scales_of(half)[thread] = scale.x;
+    scales_of(half)[kKeys + thread] = scale.y;
+  }
+  __device__ __forceinline__ float* scales_of(int half) const { return scales + 2 * kKeys * half; }
+
   using Scores = float[kRowTiles][kKeyTiles][4];
+
+  /// Multiply scores by the scales of their keys, or weights, which saturate, by those of their values.
+  template <bool kWeights>
+  __device__ __forceinline__ void apply_scales(Scores& s, const float* of_keys) const {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+      const float2 scale = *reinterpret_cast<const float2*>(of_keys + n * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[m][n][i] *= i % 2 == 0 ? scale.x : scale.y;
+          if (kWeights) s[m][n][i] = fminf(s[m][n][i], kLargestHalf);
+        }
+      }
+    }
+  }
 
   __device__ __forceinline__ void load_queries(int index, int step) {
     const uint32_t source = q_tile + ((warp * 16 * kRowTiles + lane % 16) * kStride + lane / 16 * 8) * 2;
@@ -169,7 +251,7 @@ struct PrefillTile {
 
   /// Position of a score's query: row g + 8 * half of m16 tile m.
   __device__ __forceinline__ int query_position(int m, int half) const {
-    return seq_len - q_len + first_row + (warp * kRowTiles + m) * 16 + half * 8 + lane / 4;
+    return first_position + (warp * kRowTiles + m) * 16 + half * 8 + lane / 4;
   }
 
   __device__ __forceinline__ void mask_scores(Scores& s, int position, int high) const {
@@ -187,7 +269,7 @@ struct PrefillTile {
             const int key = position + n * 8 + lane % 4 * 2 + i;
             bool visible = key >= from && key < to;
             if constexpr (kExtras) {
-              const int64_t token = first_token + query - (seq_len - q_len);
+              const int64_t token = first_token + query;
               if (p.mask && visible && query < seq_len) visible = p.mask[token * p.mask_stride + key] != 0;
             }
             if (!visible) s[m][n][2 * half + i] = -infinity();
@@ -197,22 +279,22 @@ struct PrefillTile {
     }
   }
 
+  /// Before the mask: the cap would lift what is hidden.
+  __device__ __forceinline__ void cap_scores(Scores& s) const {
+    if (!(p.softcap > 0.0f)) return;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][n][i] = p.softcap * tanhf(s[m][n][i] * p.scale / p.softcap) / p.scale;
+      }
+    }
+  }
+
   /// One step of the online softmax: scores become weights. Maxima are kept as whole numbers in the log2 domain, so they
   /// rise rarely and rescaling is exact.
   __device__ __forceinline__ void soften(Scores& s, float scale_log2) {
-    if constexpr (kExtras) {
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float score = s[m][n][i];
-            if (p.softcap > 0.0f) s[m][n][i] = p.softcap * tanhf(score * p.scale / p.softcap) / p.scale;
-          }
-        }
-      }
-    }
     float top[kRowTiles][2];
     bool rises = false;
 #pragma unroll
@@ -231,17 +313,14 @@ struct PrefillTile {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float total = 0.0f;
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& value = s[m][n][2 * half + i];
             value = exp2_fast(fmaf(value, scale_log2, -maximum[m][half]));
-            total += value;
           }
         }
-        sum[m][half] += total;
       }
     }
   }
@@ -267,26 +346,50 @@ struct PrefillTile {
     }
   }
 
-  __device__ __forceinline__ void accumulate(const Scores& s) {
-    const uint32_t v_source = v_tile + (lane % 16 * kStride + lane / 16 * 8) * 2;
+  /// Weights as A fragments of the second product.
+  using Weights = uint32_t[kKeys / 16][kRowTiles][4];
+
+  static __device__ __forceinline__ void pack_weights(const Scores& s, Weights& weights) {
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      uint32_t a[kRowTiles][4];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          a[m][i] = pack_pair<T>(s[m][2 * step + i / 2][i % 2 * 2], s[m][2 * step + i / 2][i % 2 * 2 + 1]);
+          weights[step][m][i] = pack_pair<T>(s[m][2 * step + i / 2][i % 2 * 2], s[m][2 * step + i / 2][i % 2 * 2 + 1]);
         }
       }
+    }
+  }
+
+  /// Sums of the rounded weights, so that they add up to one: a single key's output is then its value.
+  __device__ __forceinline__ void add_weights(const Weights& weights) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      float total[4] = {};  // of rows g and g + 8, each twice
+#pragma unroll
+      for (int step = 0; step < kKeys / 16; ++step) {
+        const uint32_t(&a)[4] = weights[step][m];
+        mma<T>(total, a[0], a[1], a[2], a[3], pair_of_ones<T>(), pair_of_ones<T>());
+      }
+      sum[m][0] += total[0];
+      sum[m][1] += total[2];
+    }
+  }
+
+  __device__ __forceinline__ void accumulate(const Weights& weights) {
+    const uint32_t v_source = v_tile + (lane % 16 * kStride + lane / 16 * 8) * 2;
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
 #pragma unroll
       for (int d = 0; d < kValueTiles; d += 2) {
         uint32_t b[4];
         load_matrices_transposed(b, v_source + (step * 16 * kStride + d * 8) * 2);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          mma<T>(out[m][d], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
-          mma<T>(out[m][d + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[2], b[3]);
+          const uint32_t(&a)[4] = weights[step][m];
+          mma<T>(out[m][d], a[0], a[1], a[2], a[3], b[0], b[1]);
+          mma<T>(out[m][d + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
         }
       }
     }

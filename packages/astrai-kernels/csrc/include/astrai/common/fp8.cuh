@@ -20,6 +20,14 @@ __device__ __forceinline__ uint32_t e4m3_from_float(float value) {
   return sign | ((rounded >> 20) - (120u << 3));  // exponent bias 127 becomes 7
 }
 
+__device__ __forceinline__ float float_from_e4m3(uint32_t byte) {
+  const uint32_t magnitude = byte & 0x7fu;
+  if (magnitude == 0x7fu) return __uint_as_float(0x7fffffffu);
+  // As a float with e4m3's exponent bias, subnormal numbers too; 2^120 is the difference of the biases.
+  const float value = __uint_as_float(magnitude << 20) * 1.329227995784916e36f;
+  return byte & 0x80u ? -value : value;
+}
+
 /// Two values as two e4m3 bytes, the first in the low one.
 __device__ __forceinline__ uint32_t e4m3x2_from_floats(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890

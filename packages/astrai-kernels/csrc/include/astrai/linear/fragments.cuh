@@ -1,4 +1,4 @@
-// What both kernels of linear share: asynchronous copies, tensor-core fragments, the end of an output.
+// What the kernels of linear share: asynchronous copies, tensor-core fragments, the end of an output.
 //
 // The weight is the A operand of mma.m16n8k16 (16 output features), x the B operand (8 rows), so that few rows waste
 // little. Both lie in shared memory as rows of one step (64 k, 128 bytes), their 16-byte words permuted within the row
@@ -12,7 +12,6 @@ namespace astrai {
 
 constexpr int kStepBytes = kLinearStep * 2;  // of a row, in a stage
 constexpr int kStepParts = kStepBytes / 16;  // 16-byte words of a row, in a stage
-constexpr int kLinearQuad = 4;               // output features that a thread finishes together
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -183,6 +182,23 @@ __device__ __forceinline__ Quad load_bias(const LinearParams& params, int featur
   return load_quad<true>(source, params.features - feature, params.quads_aligned);
 }
 
+/// silu(gate) * up.
+__device__ __forceinline__ float gated_silu(float gate, float up) {
+  return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, __expf(-gate))), up);
+}
+
+/// The rounded output plus the residual, rounded again.
+template <typename T>
+__device__ __forceinline__ Quad add_residual(const Quad& result, const Quad& residual) {
+  float rounded[kLinearQuad];
+  float other[kLinearQuad];
+  unpack(result, rounded, T());
+  unpack(residual, other, T());
+#pragma unroll
+  for (int i = 0; i < kLinearQuad; ++i) rounded[i] = __fadd_rn(rounded[i], other[i]);
+  return pack(rounded, T());
+}
+
 /// Finish and store outputs `feature` .. `feature + 3` of a row (those that exist): `sum` are the dot products, or the
 /// gates, and `up` then the other half. One rounding; with a residual a second one, of the rounded output plus it.
 template <typename T>
@@ -192,9 +208,7 @@ __device__ __forceinline__ void store_outputs(const LinearParams& params, int ro
   const int count = params.features - feature;
   if (params.swiglu) {
 #pragma unroll
-    for (int i = 0; i < kLinearQuad; ++i) {
-      sum[i] = __fmul_rn(__fdiv_rn(sum[i], __fadd_rn(1.0f, __expf(-sum[i]))), up[i]);
-    }
+    for (int i = 0; i < kLinearQuad; ++i) sum[i] = gated_silu(sum[i], up[i]);
   }
   if (params.bias != nullptr) {
     float value[kLinearQuad];
@@ -203,15 +217,7 @@ __device__ __forceinline__ void store_outputs(const LinearParams& params, int ro
     for (int i = 0; i < kLinearQuad; ++i) sum[i] = __fadd_rn(sum[i], value[i]);
   }
   Quad result = pack(sum, T());
-  if (params.residual != nullptr) {
-    float rounded[kLinearQuad];
-    float other[kLinearQuad];
-    unpack(result, rounded, T());
-    unpack(residual, other, T());
-#pragma unroll
-    for (int i = 0; i < kLinearQuad; ++i) rounded[i] = __fadd_rn(rounded[i], other[i]);
-    result = pack(rounded, T());
-  }
+  if (params.residual != nullptr) result = add_residual<T>(result, residual);
   uint16_t* target = static_cast<uint16_t*>(params.out) + row * params.out_stride + feature;
   if (params.quads_aligned && count >= kLinearQuad) {
     *reinterpret_cast<uint2*>(target) = make_uint2(result.word[0], result.word[1]);

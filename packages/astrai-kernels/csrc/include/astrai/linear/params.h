@@ -5,8 +5,11 @@
 
 namespace astrai {
 
-constexpr int kLinearMostRows = 128;
+constexpr int kContractRows = 64;    // for up to these, the streaming kernels can obey the reduction contract
+constexpr int kLinearFewRows = 128;  // for up to these, kernels that stream the weight past all rows
+constexpr int kNarrowRows = 16;  // for up to these there is the narrow kernel
 constexpr int kLinearMostSlices = 8;
+constexpr int kLinearQuad = 4;   // output features that a thread of the streaming kernels finishes together
 constexpr int kLinearStep = 64;  // k that one pipeline stage holds: 128 bytes of a row
 
 /// out[rows, features] = x[rows, depth] @ weight[features, depth]^T and an epilogue; 16-bit types. Strides in elements.
@@ -26,9 +29,11 @@ struct LinearParams {
   int features;
   int depth;  // a multiple of 8
   bool swiglu;
+  bool fixed_order;  // obey the reduction contract; up to kNarrowRows rows do so anyway
 
-  // Derived by linear() (linear.cuh).
+  // Derived (derive.cuh).
   bool quads_aligned;  // every fourth element of bias, residual and out starts at an 8-byte boundary
+  bool pairs_aligned;  // every second element of residual and out starts at a 4-byte boundary
   int slices;          // parts that K is cut into: 1, 2, 4 or 8
   int slice_steps;     // steps of 64 k in each but the last
   int cluster;         // wide kernel: blocks of a cluster, a divisor of `slices`

@@ -23,6 +23,12 @@ __device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
+/// Wait until at most `kPending` groups of products, the latest, are under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_leave() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
 /// Wait for the products, which add to `sum`.
 template <int kCount>
 __device__ __forceinline__ void wgmma_wait(float (&sum)[kCount][4]) {

@@ -3,7 +3,8 @@
 // Weight and x stream through a queue of kStages stages in shared memory. The slices of K are spread over the blocks of
 // a cluster, each with one or more consecutive slices, which merge through distributed shared memory; a block by itself
 // (always before compute capability 9.0) adds them up one after the other. Either way a sum is that of the narrow
-// kernel, bit by bit: same instructions, same slices, merged in the same order.
+// kernel, bit by bit: same instructions, same slices, merged in the same order. Beyond kContractRows rows registers do
+// not suffice for that: each block sums all it has in one go, and the slices are as many as the blocks.
 #pragma once
 
 #include "astrai/common/pdl.cuh"
@@ -15,7 +16,7 @@ namespace astrai {
 
 /// kRowTiles: tiles of 8 rows, all of x. kWarpsDown x kWarpsAcross: warps over the tile's weight rows and over x's rows.
 /// kTiles: 16-row tiles of the weight that a warp has. kSumRows: rows of x whose sums are collected at a time; where that
-/// is not all of them, there must be one slice. kGroups: products by warpgroups, where the device has them.
+/// is not all of them, a block of a cluster has one slice. kGroups: products by warpgroups, where the device has them.
 template <int kRowTiles, int kWarpsDown, int kWarpsAcross, int kTiles, int kStages, int kSumRows>
 struct WideShape {
   static_assert(kRowTiles % kWarpsAcross == 0, "warps share the rows evenly");
@@ -25,14 +26,15 @@ struct WideShape {
   static constexpr int kPitch = kWidth + 4;  // floats of a row of sums; see narrow.cuh
   static constexpr int kWeightBytes = kWidth * kStepBytes;
   static constexpr int kStageBytes = (kWidth + kRows) * kStepBytes;
-  static constexpr bool kOneSlice = kSumRows < kRows;
+  static constexpr bool kInParts = kSumRows < kRows;
+  static constexpr bool kKeepsSlices = kRowTiles <= kContractRows / 8;  // registers hold the slices before, too
   static constexpr int kBlocks = kStageBytes * kStages <= 98304 ? 2 : 1;  // that a multiprocessor must have registers for
   static constexpr int kSums = kSumRows * kPitch;  // floats
   static_assert(kRows % kSumRows == 0 && kSumRows % 8 == 0, "rows are collected in equal parts");
 
   /// Bytes of shared memory. A block of a cluster keeps the sums of its slices apart.
   __host__ __device__ static constexpr int shared_bytes(int slices, int cluster) {
-    return kStageBytes * kStages + (cluster == 1 ? 1 : slices / cluster) * kSums * 4;
+    return kStageBytes * kStages + (cluster == 1 || !kKeepsSlices ? 1 : slices / cluster) * kSums * 4;
   }
 };
 
@@ -148,19 +150,32 @@ __global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross,
   }
 
   float sum[kTiles][kAcross][4] = {};
-  // Put a slice's sums, of rows from `first_row` on, where the block collects them.
-  const auto collect = [&](float* target, int first_row, bool is_first) {
+  float total_sum[kTiles][kAcross][4];  // of the slices before, in a block by itself
+  const auto add_slice = [&](bool is_first) {
+#pragma unroll
+    for (int n = 0; n < kAcross; ++n) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          total_sum[t][n][i] = is_first ? sum[t][n][i] : __fadd_rn(total_sum[t][n][i], sum[t][n][i]);
+          sum[t][n][i] = 0.0f;
+        }
+      }
+    }
+  };
+  // Put sums, of rows from `first_row` on, where the block collects them.
+  const auto collect = [&](float* target, int first_row) {
 #pragma unroll
     for (int n = 0; n < kAcross; ++n) {
       const int tile_row = (across * kAcross + n) * 8 - first_row;
-      if (Shape::kOneSlice && (tile_row < 0 || tile_row >= kSumRows)) continue;
+      if (Shape::kInParts && (tile_row < 0 || tile_row >= kSumRows)) continue;
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int row = tile_row + lane % 4 * 2 + i % 2;
-          float& total = target[row * Shape::kPitch + (t * kWarpsDown + down) * 16 + i / 2 * 8 + lane / 4];
-          total = is_first ? sum[t][n][i] : __fadd_rn(total, sum[t][n][i]);
+          target[row * Shape::kPitch + (t * kWarpsDown + down) * 16 + i / 2 * 8 + lane / 4] = sum[t][n][i];
           sum[t][n][i] = 0.0f;
         }
       }
@@ -240,8 +255,12 @@ __global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross,
     int slice = 0;  // of this block's
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      if (!Shape::kOneSlice && in_slice == params.slice_steps) {
-        collect(sums + (params.cluster == 1 ? 0 : slice * Shape::kSums), 0, params.cluster > 1 || slice == 0);
+      if (Shape::kKeepsSlices && in_slice == params.slice_steps) {
+        if (params.cluster == 1) {
+          add_slice(slice == 0);
+        } else if constexpr (!Shape::kInParts) {
+          collect(sums + slice * Shape::kSums, 0);
+        }
         ++slice;
         in_slice = 0;
       }
@@ -258,9 +277,19 @@ __global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross,
       multiply(queue + slot * Shape::kStageBytes);
       slot = slot + 1 == kStages ? 0 : slot + 1;
     }
+    if (Shape::kKeepsSlices && params.cluster == 1 && slice > 0) {
+#pragma unroll
+      for (int n = 0; n < kAcross; ++n) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[t][n][i] = __fadd_rn(total_sum[t][n][i], sum[t][n][i]);
+        }
+      }
+    }
     const int quads = outputs / kLinearQuad;
     for (int first_row = 0; first_row < params.rows; first_row += kSumRows) {
-      collect(sums + (params.cluster == 1 ? 0 : slice * Shape::kSums), first_row, params.cluster > 1 || slice == 0);
+      collect(sums + (params.cluster == 1 ? 0 : slice * Shape::kSums), first_row);
       barrier();
       const int items = min(params.rows - first_row, kSumRows) * quads;
       for (int item = rank * Shape::kThreads + static_cast<int>(threadIdx.x); item < items;

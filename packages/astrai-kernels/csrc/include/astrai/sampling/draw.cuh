@@ -100,7 +100,7 @@ __device__ __forceinline__ uint32_t list_bin(SamplingShared& shared, const Weigh
   uint32_t* n_listed = at_peer(&shared.n_listed[slot], 0);
   uint64_t* listed = at_peer(shared.listed, 0);
   const float begin = static_cast<float>(bin);
-  row.template each_octet<Reader::kComparing / 2>([&](int, int octet, const typename Reader::Raw& raw) {
+  row.template each_octet<(Reader::kComparing + 1) / 2>([&](int, int octet, const typename Reader::Raw& raw) {
     float score[kOctet];
     row.scores(raw, octet, score);
 #pragma unroll
@@ -126,7 +126,7 @@ __device__ __forceinline__ bool draw_binned(SamplingShared& shared, Turns& turns
   reinterpret_cast<uint4*>(shared.high)[tid] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   uint64_t likely = 0;  // what min-p keeps
-  row.template each_octet<Reader::kWeighing / 2>([&](int, int octet, const typename Reader::Raw& raw) {
+  row.template each_octet<(Reader::kWeighing + 1) / 2>([&](int, int octet, const typename Reader::Raw& raw) {
     float score[kOctet];
     row.scores(raw, octet, score);
 #pragma unroll
@@ -159,36 +159,32 @@ __device__ __forceinline__ bool draw_binned(SamplingShared& shared, Turns& turns
   uint64_t kept = of_row;
   uint64_t listed_bin = kNotFound;
   int n = 0;
-  if (filters.by_mass) {
-    const uint64_t target = share_of(filters.top_p, of_row);
+  // First where top-p ends, then where the drawn token lies: each in a bin, and then in the bin's list.
+  for (int stage = filters.by_mass ? 0 : 1; stage < 2; ++stage) {
+    if (stage == 1 && filters.by_ratio) kept = likely < kept ? likely : kept;
+    const uint64_t target = stage == 0 ? share_of(filters.top_p, of_row) : position_within(u, kept) + 1;
     const uint64_t* found = locate(shared, turns, mass, 0, target);
+    const uint64_t bin = found[0];
     const uint64_t before = found[1];
-    if (!filters.by_ratio || likely > before) {  // else min-p alone decides
-      listed_bin = found[0];
-      n = static_cast<int>(list_bin(shared, weigher, row, static_cast<int>(listed_bin), 1, size));
+    if (stage == 0 && filters.by_ratio && likely <= before) continue;  // min-p alone decides
+    if (bin != listed_bin) {
+      n = static_cast<int>(list_bin(shared, weigher, row, static_cast<int>(bin), stage + 1, size));
       if (n > kListCapacity) return false;
-      if (rank == 0) {
-        sort_listed(shared, n);
-        const uint64_t* last = locate_listed(shared, turns, weigher, n, before, target);
-        if (tid == 0) shared.kept = last[1] + last[2];
+      if (rank == 0) sort_listed(shared, n);
+      listed_bin = bin;
+    }
+    if (rank == 0) {
+      const uint64_t* place = locate_listed(shared, turns, weigher, n, before, target);
+      if (stage == 0) {
+        if (tid == 0) shared.kept = place[1] + place[2];
+      } else {
+        *token = static_cast<uint32_t>(shared.listed[place[0]]);
       }
+    }
+    if (stage == 0) {
       cluster_sync(size);
       kept = *static_cast<volatile uint64_t*>(at_peer(&shared.kept, 0));
     }
-  }
-  if (filters.by_ratio) kept = likely < kept ? likely : kept;
-  const uint64_t target = position_within(u, kept) + 1;
-  const uint64_t* found = locate(shared, turns, mass, 0, target);
-  const uint64_t bin = found[0];
-  const uint64_t before = found[1];
-  if (bin != listed_bin) {
-    n = static_cast<int>(list_bin(shared, weigher, row, static_cast<int>(bin), 2, size));
-    if (n > kListCapacity) return false;
-    if (rank == 0) sort_listed(shared, n);
-  }
-  if (rank == 0) {
-    const uint64_t* place = locate_listed(shared, turns, weigher, n, before, target);
-    *token = static_cast<uint32_t>(shared.listed[place[0]]);
   }
   return true;
 }

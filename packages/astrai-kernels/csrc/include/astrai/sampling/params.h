@@ -34,6 +34,7 @@ struct SamplingParams {
   const uint8_t* seen;    // [rows, vocab], 0 or 1
   int64_t counts_stride;
   int64_t seen_stride;
+  bool aligned;  // filled in by the launcher: every octet of logits, counts and seen is whole and can be loaded at once
 };
 
 }  // namespace astrai

@@ -37,13 +37,16 @@ __device__ __forceinline__ uint32_t packed_max(float16, uint32_t left, uint32_t 
 
 /// Reads the octets of a row that belong to this block. Octet i of a row belongs to warp i / 32 of the cluster's warps
 /// in turn, which are dealt over the blocks: likely ids lie together, and each block should get its share.
-template <typename T, bool kPenalties, bool kAligned>
+///
+/// kPlain: no penalties, and every octet is whole and 16-byte aligned. What else there is shares one instance.
+template <typename T, bool kPlain_>
 struct Row {
+  static constexpr bool kPlain = kPlain_;
   using Raw = Octet<T>;
   /// Octets of a thread whose loads are in flight together: in a pass that compares, in one that weighs every token (there
   /// arithmetic takes the longer, and the registers), and in the passes of rare rows.
-  static constexpr int kComparing = kPenalties ? 2 : sizeof(T) == 2 ? 8 : 4;
-  static constexpr int kWeighing = kPenalties ? 2 : 4;
+  static constexpr int kComparing = kPlain ? (sizeof(T) == 2 ? 8 : 4) : 1;
+  static constexpr int kWeighing = kPlain ? 4 : 1;
   static constexpr int kRare = 1;
 
   const T* logits;
@@ -52,18 +55,21 @@ struct Row {
   float presence;
   float frequency;
   float repetition;
+  bool penalises;
+  bool aligned;
   int vocab;
   int octets;
   int step;   // octets that the cluster takes at a time
   int first;  // this thread's octet of those
 
-  __device__ __forceinline__ Row(const SamplingParams& params, int64_t row, int rank, int size) {
+  __device__ __forceinline__ Row(const SamplingParams& params, int64_t row, int rank, int size)
+      : penalises(!kPlain && params.counts != nullptr), aligned(kPlain || params.aligned) {
     logits = static_cast<const T*>(params.logits) + row * params.logits_stride;
     vocab = params.vocab;
     octets = (vocab + kOctet - 1) / kOctet;
     step = size * kSamplingThreads;
     first = (static_cast<int>(threadIdx.x) / 32 * size + rank) * 32 + static_cast<int>(threadIdx.x) % 32;
-    if constexpr (kPenalties) {
+    if (penalises) {
       counts = params.counts + row * params.counts_stride;
       seen = params.seen + row * params.seen_stride;
       presence = params.presence.data[row * params.presence.stride];
@@ -76,20 +82,19 @@ struct Row {
 
   /// Zeros from the row's end on.
   __device__ __forceinline__ Octet<T> load(int octet) const {
-    if (octet < octets) return load_octet<kAligned, true>(logits + octet * kOctet, vocab - octet * kOctet);
-    return {};
+    if (octet >= octets) return {};
+    const T* source = logits + octet * kOctet;
+    return aligned ? load_octet<true, true>(source, kOctet) : load_octet<false, true>(source, vocab - octet * kOctet);
   }
 
   /// Scores of a loaded octet; minus infinity, which has no weight, from the row's end on.
   __device__ __forceinline__ void scores(const Octet<T>& raw, int octet, float (&score)[kOctet]) const {
     unpack(raw, score);
     const int begin = octet * kOctet;
-    if constexpr (kPenalties) {
-      if (begin < vocab) penalise(begin, score);
-    }
+    if (penalises && begin < vocab) penalise(begin, score);
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
-      if (kAligned ? octet >= octets : begin + i >= vocab) score[i] = __uint_as_float(0xff800000u);
+      if (kPlain ? octet >= octets : begin + i >= vocab) score[i] = __uint_as_float(0xff800000u);
     }
   }
 
@@ -97,16 +102,19 @@ struct Row {
   __device__ __forceinline__ void keys(const Octet<T>& raw, int octet, uint32_t (&key)[kOctet]) const {
     float score[kOctet];
     scores(raw, octet, score);
+    keys(score, octet, key);
+  }
+  __device__ __forceinline__ void keys(const float (&score)[kOctet], int octet, uint32_t (&key)[kOctet]) const {
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
-      const bool exists = kAligned ? octet < octets : octet * kOctet + i < vocab;
+      const bool exists = kPlain ? octet < octets : octet * kOctet + i < vocab;
       key[i] = exists ? key_of(score[i]) : kNoKey;
     }
   }
 
   /// The largest of keys(): four instructions and one key where the scores are the logits' own 16 bits.
   __device__ __forceinline__ uint32_t largest_key(const Octet<T>& raw, int octet) const {
-    if constexpr (sizeof(T) == 2 && !kPenalties && kAligned) {
+    if constexpr (sizeof(T) == 2 && kPlain) {
       if (octet >= octets) return kNoKey;
       const uint32_t pair = packed_max(T(), packed_max(T(), raw.word[0], raw.word[1]), packed_max(T(), raw.word[2], raw.word[3]));
       const uint32_t largest = packed_max(T(), pair, pair >> 16);
@@ -127,7 +135,7 @@ struct Row {
   __device__ __forceinline__ void penalise(int begin, float (&score)[kOctet]) const {
     int32_t count[kOctet];
     uint32_t is_seen[kOctet];
-    if constexpr (kAligned) {
+    if (aligned) {
       const uint4 low = load_readonly(reinterpret_cast<const uint4*>(counts + begin));
       const uint4 high = load_readonly(reinterpret_cast<const uint4*>(counts + begin) + 1);
       const uint32_t word[kOctet] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};

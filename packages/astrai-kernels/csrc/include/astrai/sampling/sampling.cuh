@@ -36,10 +36,10 @@ constexpr int kMostBlocksPerRow = 8;  // a power of two; more than 8 blocks a cl
 
 /// Key from which on each block has its share of the wanted number of tokens: the share-th largest of its threads' maxima
 /// (rounded down, where keys have more bits than the search looks at).
-template <typename T, bool kPenalties>
+template <typename T, bool kPlain>
 __device__ __forceinline__ uint32_t candidate_bound(SamplingShared& shared, Turns& turns, uint32_t best, int share,
                                                     int size) {
-  constexpr int kBits = sizeof(T) == 2 && !kPenalties ? 16 : 24;
+  constexpr int kBits = sizeof(T) == 2 && kPlain ? 16 : 24;
   shared.best[threadIdx.x] = best;
   __syncthreads();
   if (threadIdx.x < 32) {  // one warp: no barriers in the search
@@ -73,9 +73,9 @@ __device__ __forceinline__ bool list_candidates(SamplingShared& shared, Turns& t
   uint64_t all = 0;
   uint64_t of_listed = 0;
   row.template each_octet<Reader::kWeighing>([&](int, int octet, const typename Reader::Raw& raw) {
+    float score[kOctet];
+    if (weighs || !Reader::kPlain) row.scores(raw, octet, score);
     if (weighs) {
-      float score[kOctet];
-      row.scores(raw, octet, score);
       uint32_t high = 0;
       uint32_t low = 0;
 #pragma unroll
@@ -86,9 +86,13 @@ __device__ __forceinline__ bool list_candidates(SamplingShared& shared, Turns& t
       }
       all += Weight{high, low}.whole();
     }
-    if (row.largest_key(raw, octet) < bound) return;
     uint32_t key[kOctet];
-    row.keys(raw, octet, key);
+    if constexpr (Reader::kPlain) {
+      if (row.largest_key(raw, octet) < bound) return;
+      row.keys(raw, octet, key);
+    } else {
+      row.keys(score, octet, key);
+    }
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) {
       if (key[i] < bound) continue;
@@ -142,7 +146,7 @@ __device__ __forceinline__ uint32_t draw_by_ids(SamplingShared& shared, Turns& t
   const int begin = static_cast<int>(found[0]) * row.step + static_cast<int>(threadIdx.x) * size;
   uint64_t weight[kMostBlocksPerRow] = {};
   uint64_t sum = 0;
-#pragma unroll
+#pragma unroll(Reader::kPlain ? kMostBlocksPerRow : 1)
   for (int part = 0; part < kMostBlocksPerRow; ++part) {
     if (part >= size) continue;
     float score[kOctet];
@@ -179,7 +183,7 @@ __device__ __forceinline__ uint32_t draw_by_ids(SamplingShared& shared, Turns& t
   return shared.token;
 }
 
-template <typename T, bool kPenalties, bool kAligned>
+template <typename T, bool kPlain>
 __global__ void __launch_bounds__(kSamplingThreads, 1) sampling_kernel(const SamplingParams params) {
   __shared__ SamplingShared shared;
   pdl_wait();
@@ -187,7 +191,7 @@ __global__ void __launch_bounds__(kSamplingThreads, 1) sampling_kernel(const Sam
   const int size = cluster_size();
   const int rank = cluster_rank();
   const int64_t index = blockIdx.x / size;
-  const Row<T, kPenalties, kAligned> row(params, index, rank, size);
+  const Row<T, kPlain> row(params, index, rank, size);
   Turns turns = {};
 
   if (threadIdx.x < 3) shared.n_listed[threadIdx.x] = 0;
@@ -195,7 +199,7 @@ __global__ void __launch_bounds__(kSamplingThreads, 1) sampling_kernel(const Sam
   // The largest score, and the largest that each thread saw.
   uint32_t best = kNoKey;
   uint32_t best_octet = 0;
-  row.template each_octet<Row<T, kPenalties, kAligned>::kComparing>([&](int, int octet, const Octet<T>& raw) {
+  row.template each_octet<Row<T, kPlain>::kComparing>([&](int, int octet, const Octet<T>& raw) {
     const uint32_t largest = row.largest_key(raw, octet);
     if (largest > best) {
       best = largest;
@@ -241,7 +245,7 @@ __global__ void __launch_bounds__(kSamplingThreads, 1) sampling_kernel(const Sam
       bool drawn = false;
       if (wanted <= kMostListed) {
         const int share = static_cast<int>((wanted + size - 1) / size);
-        const uint32_t bound = candidate_bound<T, kPenalties>(shared, turns, best, share, size);
+        const uint32_t bound = candidate_bound<T, kPlain>(shared, turns, best, share, size);
         uint64_t of_row = 0;
         if (list_candidates(shared, turns, weigher, filters, row, bound, size, &of_row)) {
           drawn = true;
@@ -258,13 +262,6 @@ __global__ void __launch_bounds__(kSamplingThreads, 1) sampling_kernel(const Sam
   if (size > 1) cluster_sync(size);  // no block leaves while another may read its shared memory
 }
 
-// Every instance there is, as CASE(T, kPenalties, kAligned): the dispatcher below and bindings/sampling.cu expand it.
-#define ASTRAI_SAMPLING_CASES(CASE, T) \
-  CASE(T, false, true)                 \
-  CASE(T, false, false)                \
-  CASE(T, true, true)                  \
-  CASE(T, true, false)
-
 #ifndef __CUDACC_RTC__
 
 /// Blocks that share a row: as many as keep all of them resident, each with a round of work at least.
@@ -274,11 +271,14 @@ inline int sampling_blocks_per_row(int64_t rows, int vocab, int multiprocessors,
   return blocks;
 }
 
+/// Launch on `stream` of the current device. `params` must be valid (bindings/sampling.cu checks them); rows may be 0, and
+/// `params.aligned` is filled in.
 template <typename T>
-cudaError_t launch_sampling(const SamplingParams& params, cudaStream_t stream) {
+cudaError_t launch_sampling(SamplingParams params, cudaStream_t stream) {
+  if (params.rows == 0) return cudaSuccess;
   const bool penalises = params.counts != nullptr;
   const int64_t elements = static_cast<int64_t>(16 / sizeof(T));
-  const bool aligned =
+  params.aligned =
       params.vocab % kOctet == 0 && is_aligned(params.logits, 16) &&
       (params.rows <= 1 || params.logits_stride % elements == 0) &&
       (!penalises || (is_aligned(params.counts, 16) && is_aligned(params.seen, 4) &&
@@ -307,27 +307,8 @@ cudaError_t launch_sampling(const SamplingParams& params, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = major < 9 ? 0 : blocks > 1 ? 2 : 1;
-#define ASTRAI_CASE(T_, PENALTIES, ALIGNED)                                                \
-  if (penalises == PENALTIES && aligned == ALIGNED) {                                      \
-    return cudaLaunchKernelEx(&config, sampling_kernel<T_, PENALTIES, ALIGNED>, params);   \
-  }
-  ASTRAI_SAMPLING_CASES(ASTRAI_CASE, T)
-#undef ASTRAI_CASE
-  return cudaErrorInvalidValue;
-}
-
-/// Launch on `stream` of the current device. `params` must be valid (bindings/sampling.cu checks them); rows may be 0.
-inline cudaError_t sampling(const SamplingParams& params, DType dtype, cudaStream_t stream) {
-  if (params.rows == 0) return cudaSuccess;
-  switch (dtype) {
-    case DType::kFloat32:
-      return launch_sampling<float>(params, stream);
-    case DType::kFloat16:
-      return launch_sampling<float16>(params, stream);
-    case DType::kBFloat16:
-      return launch_sampling<bfloat16>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return params.aligned && !penalises ? cudaLaunchKernelEx(&config, sampling_kernel<T, true>, params)
+                                      : cudaLaunchKernelEx(&config, sampling_kernel<T, false>, params);
 }
 
 #endif  // __CUDACC_RTC__

@@ -1,0 +1,157 @@
+"""Sparse feed-forward: each token goes to the few experts that a softmax router scores highest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from astrai_core import ops
+from astrai_core.config.model import ModelConfig
+from astrai_core.model.layers import Linear
+from astrai_core.model.mlp import SwiGLU
+
+
+@dataclass(eq=False)
+class RouterStats:
+    """What the routers of one pass did, document by document.
+
+    The balance of a document of T tokens, K of E experts a token, is ``sum_i f_i P_i`` with
+    ``f_i = E / (K T) * tokens sent to expert i`` and P_i the mean of its probabilities (DeepSeek-V3, arXiv 2412.19437,
+    equations 17 to 20, sequence-wise). It is 1 where the experts share evenly; the gradient goes through P alone.
+    transformers' ``load_balancing_loss_func`` of one layer gives K times as much.
+    """
+
+    documents: Tensor
+    """``[tokens]`` int64: the document of each token, counted over the batch; `n_documents` stands for padding, which is
+    left out."""
+    n_documents: int
+    """Documents of the batch."""
+    balances: dict[int, Tensor] = field(default_factory=dict)
+    """Layer -> ``[documents]`` float32 with graph. By layer, so that recomputation in the backward pass adds nothing."""
+
+    def record(self, layer: int, probs: Tensor, chosen: Tensor) -> None:
+        """Take in one layer's routing.
+
+        Parameters
+        ----------
+        probs
+            ``[tokens, experts]`` float32.
+        chosen
+            ``[tokens, top k]`` int64.
+        """
+        shape = (self.n_documents + 1, probs.shape[1])
+        sent = torch.zeros_like(probs).scatter_(1, chosen, 1.0).detach()
+        counts = probs.new_zeros(shape).index_add(0, self.documents, sent)
+        mass = probs.new_zeros(shape).index_add(0, self.documents, probs)
+        lengths = counts.sum(1) / chosen.shape[1]
+        scale = probs.shape[1] / (chosen.shape[1] * lengths.clamp(min=1.0).square())
+        self.balances[layer] = ((counts * mass).sum(1) * scale)[:-1]
+
+    def balance(self) -> Tensor:
+        """Return the mean over the layers, ``[documents]`` float32."""
+        return torch.stack(list(self.balances.values())).mean(0)
+
+
+class ExpertLinear(nn.Module):
+    """One projection of every expert, stored as a stack.
+
+    Parameters
+    ----------
+    n_experts
+        Of the stack.
+    in_features
+        Columns of each.
+    row_groups
+        Name of each part of an expert's projection -> its rows, in storage order; see `FusedLinear`.
+    """
+
+    def __init__(self, n_experts: int, in_features: int, row_groups: Mapping[str, int]) -> None:
+        super().__init__()
+        self.row_groups = dict(row_groups)
+        self.weight = nn.Parameter(torch.empty(n_experts, sum(row_groups.values()), in_features))
+
+    def row_ranges(self) -> dict[str, tuple[int, int]]:
+        """Return name -> half-open range of rows."""
+        ranges, start = {}, 0
+        for name, rows in self.row_groups.items():
+            ranges[name] = (start, start + rows)
+            start += rows
+        return ranges
+
+    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+        """Project tokens that are sorted by expert.
+
+        Parameters
+        ----------
+        x
+            ``[tokens, in_features]``.
+        counts
+            Tokens of each expert.
+        """
+        parts = zip(x.split(counts), self.weight, strict=True)
+        return torch.cat([F.linear(tokens, weight) for tokens, weight in parts])
+
+
+class Experts(nn.Module):
+    """Gated feed-forward layers of one shape."""
+
+    def __init__(self, n_experts: int, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.gate_up_proj = ExpertLinear(n_experts, hidden_size, {"gate_proj": width, "up_proj": width})
+        self.down_proj = ExpertLinear(n_experts, width, {"down_proj": hidden_size})
+
+    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+        """Map tokens ``[tokens, hidden]``, sorted by expert, `counts` to each."""
+        return self.down_proj(ops.swiglu(self.gate_up_proj(x, counts)), counts)
+
+
+class SparseMoE(nn.Module):
+    """Top-k experts under a softmax router (arXiv 1701.06538; as in Qwen2-MoE and Qwen3-MoE).
+
+    All experts' probabilities are one softmax; the k highest weigh their experts' outputs, brought to a sum of 1 if
+    ``norm_topk_prob``. A shared expert, which every token goes through, is weighed by a sigmoid gate of its own.
+
+    Parameters
+    ----------
+    config
+        With ``num_experts``.
+    layer
+        Number of the decoder layer.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        n_experts, top_k, width = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
+        assert n_experts is not None and top_k is not None and width is not None, "checked by ModelConfig"
+        self.layer = layer
+        self.top_k = top_k
+        self.norm_topk_prob = config.norm_topk_prob
+        self.gate = Linear(config.hidden_size, n_experts, bias=False)
+        self.experts = Experts(n_experts, config.hidden_size, width)
+        shared = config.shared_expert_intermediate_size
+        self.shared_expert = None if shared is None else SwiGLU(config, shared)
+        self.shared_expert_gate = None if shared is None else Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor, stats: RouterStats | None = None) -> Tensor:
+        """Map ``[..., hidden]`` to ``[..., hidden]``, and tell `stats` about the routing."""
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = self.gate(tokens)
+        probs = logits.softmax(-1, dtype=torch.float32)
+        weights, chosen = probs.topk(self.top_k, -1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if stats is not None:
+            stats.record(self.layer, probs, chosen)
+        # Sorted by expert and back by the inverse order: sums over a token's experts have one order on every device.
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=probs.shape[1]).tolist()
+        out = self.experts(tokens[order // self.top_k], counts)
+        out = out[order.argsort()].view(*chosen.shape, -1)
+        mixed = (out * weights.to(logits.dtype).unsqueeze(-1)).sum(1)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            mixed = mixed + self.shared_expert_gate(tokens).sigmoid() * self.shared_expert(tokens)
+        return mixed.view(x.shape)

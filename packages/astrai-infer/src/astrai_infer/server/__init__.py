@@ -1,0 +1,1 @@
+"""The OpenAI and Anthropic APIs over HTTP; needs ``astrai-infer[server]``."""

@@ -1,0 +1,121 @@
+"""The smaller routes: models, embeddings, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from astrai_infer.server.chat import Conversation, ToolChoice, prepare
+from astrai_infer.server.errors import ApiError
+from astrai_infer.server.openai_completions import prompt_ids
+from astrai_infer.server.openai_schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from astrai_infer.server.serving import Serving
+from astrai_infer.server.sse import while_connected
+
+router = APIRouter(tags=["OpenAI"])
+
+AT_ONCE = 16
+"""Prompts that one call to the engine embeds."""
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """List what is served."""
+    serving: Serving = request.app.state.serving
+    return {"object": "list", "data": [_model(serving, name) for name in serving.config.names]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """Describe one model."""
+    serving: Serving = request.app.state.serving
+    serving.check_model(name)
+    return _model(serving, name)
+
+
+def _model(serving: Serving, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": serving.created,
+        "owned_by": "astrai",
+        "root": serving.config.model,
+        "max_model_len": serving.client.info.max_seq_len,
+    }
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
+    """Turn texts into vectors of length 1."""
+    serving: Serving = request.app.state.serving
+    serving.check_model(body.model)
+    if not body.input:
+        raise ApiError(400, "input is empty; give at least one token", param="input")
+    request.state.user = body.user
+    prompts = await prompt_ids(serving, body.input, "input")
+    async with asyncio.timeout(serving.config.request_timeout):
+        vectors = await while_connected(request.receive, _embed(serving, prompts, body.pooling))
+    if vectors is None:
+        return Response(status_code=499)
+    n_tokens = sum(map(len, prompts))
+    return {
+        "object": "list",
+        "model": body.model,
+        "data": [
+            {"object": "embedding", "index": i, "embedding": _encoded(vector, body.encoding_format)}
+            for i, vector in enumerate(vectors)
+        ],
+        "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
+    }
+
+
+async def _embed(serving: Serving, prompts: list[list[int]], pooling: str | None) -> list[list[float]]:
+    """Ask for a few at a time, so that a client that leaves ends the rest."""
+    vectors: list[list[float]] = []
+    for start in range(0, len(prompts), AT_ONCE):
+        some = prompts[start : start + AT_ONCE]
+        vectors += await serving.client.call("embed", some, pooling or serving.config.pooling)
+    return vectors
+
+
+def _encoded(vector: list[float], format: str) -> list[float] | str:
+    if format == "float":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+@router.post("/tokenize", tags=["Tokens"])
+async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    """Turn a prompt or messages into token ids."""
+    serving: Serving = request.app.state.serving
+    if body.model is not None:
+        serving.check_model(body.model)
+    if body.prompt is not None:
+        ids = (await serving.encode([body.prompt], add_special_tokens=body.add_special_tokens))[0]
+    else:
+        conversation = Conversation(
+            messages=[message.plain() for message in body.messages or ()],
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+            choice=ToolChoice("auto" if body.tools else "none"),
+            add_generation_prompt=body.add_generation_prompt,
+        )
+        ids = (await prepare(serving, conversation)).token_ids
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": serving.client.info.max_seq_len, "tokens": ids}
+    if body.return_token_strs:
+        found["token_strs"] = [serving.tokenizer.id_to_token(token) for token in ids]
+    return found
+
+
+@router.post("/detokenize", tags=["Tokens"])
+async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+    """Turn token ids into text."""
+    serving: Serving = request.app.state.serving
+    if body.model is not None:
+        serving.check_model(body.model)
+    serving.check_ids("tokens", body.tokens)
+    return {"prompt": await serving.decode(body.tokens)}

@@ -1,0 +1,206 @@
+"""The engine's steps on a CUDA device: graphs, memory, nothing allocated and nothing waited for (W1, G1-G4, G6, C5)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from astrai_core import SamplingParams
+from astrai_core.auto import AutoModel
+from astrai_core.errors import ConfigError
+from astrai_core.model.transformer import CausalLM
+from astrai_core.types import Completion, Request
+from astrai_infer import EngineConfig, InferenceEngine
+from astrai_infer.runtime.device import DeviceExecutor
+from astrai_infer.runtime.shapes import StepShape
+from astrai_infer.testing import byte_tokenizer
+from astrai_infer.testing.models import tiny_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "max_position_embeddings": 2048}
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalLM:
+    """Head size 64 in bf16, with large weights, so that its greedy text wanders."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    served = AutoModel.from_config(tiny_config(**SIZES), "bfloat16", "cuda", generator).eval()
+    with torch.no_grad():
+        for parameter in served.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    return served
+
+
+def engine_of(model: CausalLM, **config) -> InferenceEngine:
+    settings = {"max_num_seqs": 16, "max_batch_tokens": 256, "kv_cache_bytes": 1 << 26, "prefix_cache": False} | config
+    return InferenceEngine(model, byte_tokenizer(), EngineConfig(**settings))
+
+
+def executor_of(engine: InferenceEngine) -> DeviceExecutor:
+    executor = engine.scheduler.executor
+    assert isinstance(executor, DeviceExecutor)
+    return executor
+
+
+def requests(n: int, **params) -> list[Request]:
+    sampling = {"temperature": 0.0, "ignore_eos": True, "logprobs": 2} | params
+    return [
+        Request(
+            prompt_token_ids=tuple(range(3 * i, 3 * i + 5 + 7 * i % 60)),
+            params=SamplingParams(max_tokens=20 + i, seed=i, **sampling),
+            request_id=f"r{i}",
+        )
+        for i in range(n)
+    ]
+
+
+def answers(completions: list[Completion]) -> list[tuple]:
+    return [(c.token_ids, [entry.logprob for entry in c.logprobs or ()]) for c in completions]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 16])
+def test_graphs_and_eager_agree_bit_for_bit(model, n):
+    """G4: tokens and log-probabilities, in decode and mixed steps, at every batch size."""
+    with engine_of(model, cuda_graphs=True) as captured, engine_of(model, cuda_graphs=False) as eager:
+        expected = answers(eager.scheduler.run_batch(requests(n)))
+        for _ in range(3):  # mixed shapes are captured when they come a second time
+            assert answers(captured.scheduler.run_batch(requests(n))) == expected
+        assert len(executor_of(captured).graphs) > len(executor_of(captured).buckets.first)
+        assert len(executor_of(eager).graphs) == 0
+    assert len({tokens for tokens, _ in expected}) == n, "the prompts have answers of their own"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.8, "top_k": 40},
+        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.3},
+        {"temperature": 0.9, "repetition_penalty": 1.3, "logit_bias": {65: 4.0}},
+    ],
+    ids=["top_k", "top_p", "penalties", "rules"],
+)
+def test_sampling_agrees_and_repeats(model, params):
+    """G5, rule 2: draws are a function of seed and position, captured or not."""
+    with engine_of(model, cuda_graphs=True) as captured, engine_of(model, cuda_graphs=False) as eager:
+        expected = answers(eager.scheduler.run_batch(requests(6, **params)))
+        for _ in range(3):
+            assert answers(captured.scheduler.run_batch(requests(6, **params))) == expected
+
+
+@torch.no_grad()
+def test_the_tokens_are_those_of_a_dense_forward(model):
+    """Rule 1: each token is a largest logit of the whole sequence's forward, within roundings of bf16."""
+    with engine_of(model) as engine:
+        completions = engine.scheduler.run_batch(requests(12))
+    for request, completion in zip(requests(12), completions, strict=True):
+        ids = torch.tensor([[*request.prompt_token_ids, *completion.token_ids]], device="cuda")
+        logits = model(ids).logits[0, len(request.prompt_token_ids) - 1 : -1].float()
+        chosen = logits.gather(1, ids[0, len(request.prompt_token_ids) :, None]).squeeze(1)
+        tolerance = 8 * torch.finfo(torch.bfloat16).eps * logits.abs().amax(1)
+        assert (chosen >= logits.amax(1) - tolerance).all()
+
+
+def test_decode_graphs_are_there_before_the_first_request(model):
+    """G1, G3: powers of two and the largest batch are captured at the start, others on their second use."""
+    with engine_of(model, max_num_seqs=12) as engine:
+        graphs = executor_of(engine).graphs
+        assert [graphs.has_graph(("forward", StepShape(n))) for n in (1, 2, 4, 8, 12)] == [True] * 5
+        n_before = len(graphs)
+        for n in (12, 12, 12):
+            engine.scheduler.run_batch(requests(n))
+        assert len(graphs) > n_before
+
+
+def steady_engine(model: CausalLM, n: int, **params) -> InferenceEngine:
+    engine = engine_of(model)
+    for request in requests(n, **({"logprobs": None} | params)):
+        longer = Request(
+            prompt_token_ids=request.prompt_token_ids,
+            params=SamplingParams(temperature=request.params.temperature, max_tokens=300, ignore_eos=True, **params),
+        )
+        engine.scheduler.submit(engine.tasks.make(longer, lambda delta: None))
+    for _ in range(40):
+        engine.scheduler.step()
+    assert len(engine.scheduler.running) == n
+    return engine
+
+
+@pytest.mark.parametrize("n", [1, 7, 16])
+@pytest.mark.parametrize(
+    "params", [{}, {"top_k": 20}, {"frequency_penalty": 0.5}], ids=["greedy", "top_k", "penalties"]
+)
+def test_a_steady_step_allocates_nothing_and_waits_for_nothing(model, n, params):
+    """W1, C5: by the allocator's counters, and by torch's detector of synchronising calls. Steps on which a request
+    takes a new page send the change of its table along, in one more launch."""
+    engine = steady_engine(model, n, **params)
+    try:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(40):
+                engine.scheduler.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    finally:
+        engine.close()
+
+
+def test_the_memory_asked_for_is_kept_and_used(model):
+    """G6: what steps need is measured first; the cache takes what is left of the share, and the engine stays within it."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    fraction = 0.05
+    config = {"kv_cache_bytes": None, "memory_fraction": fraction, "max_num_seqs": 256, "max_batch_tokens": 4096}
+    with engine_of(model, max_seq_len=2048, prefix_cache=True, **config) as engine:
+        cache = sum(group.storage.k_buffer.nbytes + group.storage.v_buffer.nbytes for group in engine.pool.groups)
+        needed = 256 * 2048 * engine.pool.groups[0].spec.token_bytes
+        engine.scheduler.run_batch(requests(40))
+        torch.cuda.synchronize()
+        left, _ = torch.cuda.mem_get_info()
+    assert free - left <= fraction * free * 1.02
+    assert cache >= min(needed, 0.97 * (fraction * free - 1.5 * 2**30)), "no more than a gigabyte and a half for steps"
+
+
+def test_sleep_moves_the_cache_and_graphs_are_made_anew(model):
+    """Rule 12: after its memory went and came back, an engine answers as before."""
+    with engine_of(model) as engine:
+        expected = answers(engine.scheduler.run_batch(requests(5)))
+        engine.sleep()
+        assert len(executor_of(engine).graphs) == 0
+        kept = torch.empty(1 << 24, device="cuda")  # the cache may come back elsewhere
+        engine.resume()
+        assert len(executor_of(engine).graphs) > 0
+        assert answers(engine.scheduler.run_batch(requests(5))) == expected
+        del kept
+
+
+def test_new_weights_keep_graphs_and_addresses(model):
+    """Rule 12: graphs read the weights where they always were."""
+    with engine_of(model) as engine:
+        first = answers(engine.scheduler.run_batch(requests(4)))
+        n_graphs = len(executor_of(engine).graphs)
+        with torch.no_grad():
+            saved = model.lm_head.weight.clone()
+            with engine.scheduler.between_steps(recompute=True):
+                model.lm_head.weight.copy_(saved.roll(1, 0))
+            rolled = answers(engine.scheduler.run_batch(requests(4)))
+            with engine.scheduler.between_steps(recompute=True):
+                model.lm_head.weight.copy_(saved)
+        assert rolled != first
+        assert answers(engine.scheduler.run_batch(requests(4))) == first
+        assert len(executor_of(engine).graphs) >= n_graphs
+
+
+def test_graphs_asked_for_where_there_can_be_none():
+    """Strict: a backend that cannot be captured refuses, and by default the engine runs without."""
+    served = AutoModel.from_config(tiny_config(**SIZES), "bfloat16", "cuda", torch.Generator("cuda")).eval()
+    with pytest.raises(ConfigError, match="TorchNativeBackend cannot be captured"):
+        engine_of(served, backend="torch_native", cuda_graphs=True)
+    with engine_of(served, backend="torch_native") as engine:
+        assert not isinstance(engine.scheduler.executor, DeviceExecutor)

@@ -1,0 +1,1 @@
+"""The HTML report of a run: one file that needs nothing else."""

@@ -1,0 +1,46 @@
+"""What the ranks of test_train_launch.py do, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from astrai_core.errors import DataError
+
+
+def ranks(rank_file: Path) -> tuple[int, int]:
+    """Leave a file, and return (ranks, sum of what they told each other)."""
+    distributed.init_process_group("gloo")
+    total = torch.tensor(distributed.get_rank() + 1)
+    distributed.all_reduce(total)
+    rank_file.with_name(f"rank_{distributed.get_rank()}").touch()
+    return distributed.get_world_size(), int(total)
+
+
+def fail(rank: int, how: str) -> None:
+    """Fail on one rank, while the others wait for it in a collective, or on all."""
+    distributed.init_process_group("gloo")
+    if how == "all":
+        raise DataError("there is no data anywhere")
+    if distributed.get_rank() == rank:
+        if how == "data":
+            raise DataError("rows.jsonl:3: not JSON; mend the line")
+        if how == "unforeseen":
+            raise ZeroDivisionError("by nothing")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        time.sleep(600)
+    distributed.barrier()
+
+
+def linger(directory: Path) -> None:
+    """Say which process this is, and do not end."""
+    path = directory / os.environ["RANK"]
+    path.with_suffix(".tmp").write_text(str(os.getpid()))
+    path.with_suffix(".tmp").rename(path)
+    time.sleep(600)

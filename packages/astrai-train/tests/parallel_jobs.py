@@ -1,0 +1,118 @@
+"""What the ranks of test_train_parallel.py do, each in a process of its own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+
+from astrai_core.errors import AstraiError
+from astrai_train import TrainConfig, checkpoint
+from astrai_train.run import build
+from astrai_train.trainer import Trainer
+
+Job = dict[str, Any]
+"""``recipe``; ``resume``; ``stop`` = (rank, step) that gets SIGTERM; ``gradient`` = file for the first step's gradient
+instead of training; ``full`` = rank whose disk is full."""
+
+
+def run_jobs(jobs: dict[str, Job]) -> dict[str, Any]:
+    """Do all jobs within one process group; return by name where each stopped, or its error."""
+    distributed.init_process_group("gloo")
+    found = {name: run_job(job) for name, job in jobs.items()}
+    distributed.destroy_process_group()
+    return found
+
+
+def run_job(job: Job) -> Any:
+    try:
+        trainer = build(TrainConfig.from_dict(job["recipe"]), resume=job.get("resume", False), device="cpu")
+    except AstraiError as error:
+        return f"{type(error).__name__}: {error}"
+    if "gradient" in job:
+        gradient = gradient_of(trainer)
+        if distributed.get_rank() == 0:
+            torch.save(gradient, job["gradient"])
+        return None
+    if "stop" in job:
+        rank, step = job["stop"]
+        if distributed.get_rank() == rank:
+            signal_in_step(trainer, step)
+    if job.get("full") == distributed.get_rank():
+        with patch.object(torch, "save", full_disk):
+            return outcome_of(trainer)
+    return outcome_of(trainer)
+
+
+def outcome_of(trainer: Trainer) -> Any:
+    try:
+        result = trainer.train()
+    except AstraiError as error:
+        return f"{type(error).__name__}: {error}"
+    return result.step, result.stopped_by
+
+
+def full_disk(value: Any, target: Any, **options: Any) -> None:
+    """``torch.save``, which also carries tensors between ranks: only what goes into a checkpoint fails."""
+    if threading.current_thread() is not threading.main_thread():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    save(value, target, **options)
+
+
+save = torch.save
+
+
+def die_in_a_save(recipe: dict[str, Any], rank: int, save: int) -> None:
+    """Train; one rank is killed in the middle of a save (counted from 1), when its own part is written."""
+    trainer = build(TrainConfig.from_dict(recipe), device="cpu")
+    write, saves = checkpoint.write_tensors, []
+
+    def write_and_die(*args: Any) -> None:
+        saves.append(args)
+        if len(saves) == save and distributed.get_rank() == rank:
+            write_part(args[0])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*args)
+
+    with patch.object(checkpoint, "write_tensors", write_and_die):
+        trainer.train()
+
+
+def write_part(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "__1_0.distcp").write_bytes(b"half")
+
+
+def signal_in_step(trainer: Trainer, step: int) -> None:
+    """Send this process SIGTERM in the middle of a step."""
+    inner = trainer._step
+
+    def wrapped(batches: Any) -> Any:
+        if trainer.context.counters.step + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(batches)
+
+    trainer._step = wrapped  # type: ignore[method-assign]
+
+
+def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Do one step that changes no weight; return the whole gradient that the optimizer was given, by name."""
+    found: dict[str, torch.Tensor] = {}
+
+    def look() -> None:
+        for name, parameter in trainer.context.model.named_parameters():
+            grad = parameter.grad
+            found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+
+    trainer.context.optimizer.step = look
+    trainer._step(iter(trainer.context.source))
+    trainer.context.checkpoints.close()
+    return found

@@ -1,0 +1,135 @@
+"""The ranks and their shards, as far as one process can tell: who meets whom, and what a checkpoint's tensors are."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from astrai_core.errors import AstraiError, BackendError, CheckpointError, ConfigError, DataError
+from astrai_train import TrainConfig
+from astrai_train.parallel.shards import HostCopies, read_tensors, write_tensors
+from astrai_train.parallel.world import World
+from astrai_train.run import build, train
+from astrai_train.strategy.base import StepLoss, merge_losses
+
+CPU = torch.device("cpu")
+RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "environment", "error", "message"),
+    [
+        ("none", None, RANK_1_OF_2, ConfigError, "'parallel.mode': 'none' is one process, but 2 were started"),
+        ("ddp", "cpu", RANK_1_OF_2, ConfigError, "MASTER_ADDR is not; start the ranks by torchrun or --nprocs"),
+        ("fsdp", "cuda:7", RANK_1_OF_2, BackendError, "device 'cuda:7' is not here"),
+    ],
+)
+def test_ranks_that_cannot_meet(
+    mode: str, device: str | None, environment: Mapping[str, str], error: type[AstraiError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        World.join(mode, device, environment)
+    assert not distributed.is_initialized()
+
+
+def test_a_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(BackendError, match=r"rank 1 of this machine has no GPU \(1 are visible\); start fewer ranks"):
+        World.join("ddp", None, RANK_1_OF_2)
+    with pytest.raises(ConfigError, match="device 'cuda:0' is one GPU for 2 ranks; give 'cuda'"):
+        World.join("ddp", "cuda:0", RANK_1_OF_2)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_one_rank_is_one_process(run_recipe: Callable[..., dict[str, Any]], tmp_path: Path, mode: str) -> None:
+    """Rule 13: the same code for one; without torchrun's variables, and nothing stays open afterwards."""
+    losses = []
+    for name in ("none", mode):
+        recipe = run_recipe({"parallel": {"mode": name}, "output_dir": str(tmp_path / name), "max_steps": 2})
+        trainer = build(TrainConfig.from_dict(recipe), device="cpu")
+        assert distributed.is_initialized() == (name != "none")
+        losses.append([trainer._step(batches).loss for batches in [iter(trainer.context.source)] for _ in range(2)])
+        trainer.context.checkpoints.close()
+        trainer.context.parallel.world.leave()
+        assert not distributed.is_initialized()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_an_error_of_rank_0_is_everybody_s() -> None:
+    def work() -> None:
+        raise DataError("nothing there")
+
+    with pytest.raises(DataError, match="nothing there"):
+        World(CPU).first(work)
+    assert World(CPU).first(lambda: 5) == 5
+
+
+def test_losses_of_ranks_are_weighed_by_what_they_supervise() -> None:
+    """Rule 1; maths.md section 11: 4 over one token and 1 over three are 1.75, not 2.5."""
+    parts = [StepLoss(4.0, 1, {"hits": 1.0}), StepLoss(None, 0, {}), StepLoss(1.0, 3, {"hits": 0.0, "misses": 1.0})]
+    assert merge_losses(parts) == StepLoss(1.75, 4, {"hits": 0.25, "misses": 0.75})
+    assert merge_losses([StepLoss(None, 0, {})] * 2) == StepLoss(None, 0, {})
+    assert merge_losses(parts[:1]) is parts[0]
+
+
+# ---- tensors on disk ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_tensors_come_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    """In the dtype they were saved in, whatever the parameter's is; one without a parameter comes as it is."""
+    weight = torch.nn.Parameter(torch.randn(3, 5, dtype=torch.bfloat16))
+    tensors = {
+        "m/a.weight": torch.randint(-100, 100, (3, 5)).to(dtype),
+        "step/a.weight": torch.tensor(7.0),
+        "m/b/c": torch.arange(4),
+        "empty/a.weight": torch.zeros(0),
+    }
+    write_tensors(tmp_path / "state", tensors, None)
+    found = read_tensors(tmp_path / "state", {"a.weight": weight})
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+        assert not found[name].requires_grad
+
+
+def test_an_index_runs_no_code(tmp_path: Path) -> None:
+    """Rule 6: weights_only also for the index of a sharded checkpoint, which torch unpickles freely."""
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "owned",))
+
+    write_tensors(tmp_path / "state", {"m/a": torch.ones(2)}, None)
+    (tmp_path / "state" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match="which is no part of an index; do not trust it"):
+        read_tensors(tmp_path / "state", {})
+    assert not (tmp_path / "owned").exists()
+    (tmp_path / "state" / ".metadata").write_bytes(pickle.dumps({"not": "an index"}))
+    with pytest.raises(CheckpointError, match="is not the index of a checkpoint"):
+        read_tensors(tmp_path / "state", {})
+
+
+def test_copies_do_not_change_with_the_originals() -> None:
+    originals = {"a": torch.ones(3), "b": torch.zeros(())}
+    copies = HostCopies().take(originals)
+    for value in originals.values():
+        value.add_(5)
+    assert torch.equal(copies["a"], torch.ones(3)) and float(copies["b"]) == 0
+
+
+def test_a_state_without_tensors_resumes(run_recipe: Callable[..., dict[str, Any]]) -> None:
+    """Before the first step an optimizer has none."""
+    recipe = run_recipe({"max_steps": 1, "log.metrics": ["loss"]})
+    trainer = build(TrainConfig.from_dict(recipe), device="cpu")
+    trainer.save()
+    trainer.context.checkpoints.wait()
+    trainer.context.checkpoints.close()
+    assert train(TrainConfig.from_dict(recipe), resume=True, device="cpu").step == 1
