@@ -14,6 +14,7 @@ The serving workload is nano-vllm's: 256 requests, 100 to 1,024 tokens in and ou
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import random
 import statistics
@@ -320,10 +321,11 @@ def measure(options: argparse.Namespace, name: str, copy_rate: float) -> list[di
         print(table([rows[-1]], list(rows[-1])), flush=True)
 
     graphs = False if options.no_graphs else None
+    build = functools.partial(build_engine, model, graphs, deterministic=options.deterministic)
     start = time.perf_counter()
     if options.profile or "decode" in parts:
         batches = options.batch or ([1] if options.profile else [1, 8, 32, 128])
-        engine = build_engine(model, graphs, max_num_seqs=max(batches), max_seq_len=1024, max_batch_tokens=8192)
+        engine = build(max_num_seqs=max(batches), max_seq_len=1024, max_batch_tokens=8192)
         print(f"{name}: engine ready in {time.perf_counter() - start:.2f} s", flush=True)
         for batch in batches:
             if options.profile:
@@ -338,22 +340,18 @@ def measure(options: argparse.Namespace, name: str, copy_rate: float) -> list[di
         return rows
     if "prefill" in parts:
         for batch, prompt_len in PREFILLS:
-            engine = build_engine(
-                model, graphs, max_num_seqs=batch, max_seq_len=prompt_len + 2, max_batch_tokens=batch * prompt_len
-            )
+            engine = build(max_num_seqs=batch, max_seq_len=prompt_len + 2, max_batch_tokens=batch * prompt_len)
             note(prefill(engine, batch, prompt_len))
             engine.close()
             del engine
     if {"ttft", "latency"} & set(parts):
-        engine = build_engine(model, graphs, max_num_seqs=64, max_seq_len=4096, max_batch_tokens=options.chunk)
+        engine = build(max_num_seqs=64, max_seq_len=4096, max_batch_tokens=options.chunk)
         if "ttft" in parts:
             for prompt_len in (128, 2048):
                 note(first_token(engine, prompt_len))
         if "latency" in parts:
             engine.close()
-            engine = build_engine(
-                model,
-                graphs,
+            engine = build(
                 max_num_seqs=64,
                 max_seq_len=4096,
                 max_batch_tokens=options.chunk,
@@ -363,7 +361,7 @@ def measure(options: argparse.Namespace, name: str, copy_rate: float) -> list[di
         engine.close()
         del engine
     if "serving" in parts:
-        engine = build_engine(model, graphs, max_num_seqs=256, max_seq_len=4096, max_batch_tokens=16384)
+        engine = build(max_num_seqs=256, max_seq_len=4096, max_batch_tokens=16384)
         note(serving(engine))
         engine.close()
     return rows
@@ -380,6 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--beside", type=int, help="tokens of prompts in a step with decodes, for latency (default: all)"
     )
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel by itself")
+    parser.add_argument("--deterministic", action="store_true", help="decode in deterministic mode")
     parser.add_argument("--profile", action="store_true", help="only list the kernels of a decode step")
     parser.add_argument("--device", default="cuda", help="where (default: cuda)")
     parser.add_argument("--out", type=Path, help="folder for engine.json")

@@ -102,6 +102,7 @@ def test_quickstart_trains_and_writes(
     monkeypatch.setattr(quickstart, "MODEL", str(model_dir))
     monkeypatch.setattr(first_model, "SEQ_LEN", 64)
     monkeypatch.setattr(first_model, "BATCH", 4)
+    monkeypatch.setattr(first_model, "MIN_STEPS", 60)
     monkeypatch.chdir(tmp_path)
     done = run("quickstart", "--train-seconds", 8, "--device", "cpu")
     assert done.exit_code == 0, done.stderr

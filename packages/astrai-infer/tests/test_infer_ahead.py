@@ -48,6 +48,8 @@ class Entry:
     start: int
     ids: tuple[int, ...] | None
     """Tokens to feed; None: the one that the device sampled last for the row."""
+    before: tuple[int, ...] | None
+    """The tokens before these; None: those that the device fed for the row."""
     slots: list[tuple[int, ...]]
     """Per group of layers, the slots of all positions up to the last one fed."""
     samples: bool
@@ -78,6 +80,7 @@ class Device:
     chance: random.Random
     queue: deque[Launched] = field(default_factory=deque)
     newest: dict[int, int] = field(default_factory=dict)
+    fed: dict[int, tuple[int, ...]] = field(default_factory=dict)
     keys: list[dict[int, tuple[int, ...]]] = field(default_factory=list)
     fail_launch: bool = False
     fail_result: bool = False
@@ -112,7 +115,8 @@ class Device:
             ids = None if id(task) in decoding else tuple(task.token_ids[item.start : end])
             assert ids is None or len(ids) == item.n_tokens, "a chunk is of known tokens"
             slots = [tuple(group.req_to_token.host[task.row, :end].tolist()) for group in self.pool.groups]
-            entries.append(Entry(task.row, item.start, ids, slots, item.samples))
+            before = None if ids is None else tuple(task.token_ids[: item.start])
+            entries.append(Entry(task.row, item.start, ids, before, slots, item.samples))
         launched = Launched(self, entries, fails=self.fail_result)
         self.fail_result = False
         self.n_ahead += bool(self.queue)
@@ -130,13 +134,13 @@ class Device:
         for entry in launched.entries:
             ids = (self.newest[entry.row],) if entry.ids is None else entry.ids
             end = entry.start + len(ids)
+            prefix = (self.fed[entry.row] if entry.before is None else entry.before) + ids
+            self.fed[entry.row] = prefix
+            assert len(prefix) == end
             for group, slots, held in zip(self.pool.groups, entry.slots, self.keys, strict=True):
-                for i, token in enumerate(ids):
-                    position = entry.start + i
-                    before = held[slots[position - 1]] if position else ()
-                    held[slots[position]] = (*before, token)
+                for position in range(entry.start, end):
+                    held[slots[position]] = prefix[: position + 1]
                 window = group.spec.window
-                prefix = held[slots[end - 1]]
                 for position in range(0 if window is None else max(0, entry.start - window + 1), end):
                     assert held[slots[position]] == prefix[: position + 1], "a key that a query sees was overwritten"
             if entry.samples:

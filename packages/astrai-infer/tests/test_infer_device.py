@@ -19,7 +19,7 @@ from astrai_core.types import Completion, Request
 from astrai_infer import InferenceEngine
 from astrai_infer.runtime.device import DeviceExecutor
 from astrai_infer.runtime.graph import CudaGraphContext
-from astrai_infer.runtime.shapes import MOST_CHUNK_TOKENS, Buckets, StepShape
+from astrai_infer.runtime.shapes import FEWEST_CHUNK_TOKENS, MOST_CHUNK_TOKENS, MOST_CHUNKS, Buckets, StepShape
 from astrai_infer.scheduler import InferenceScheduler
 from astrai_infer.speculation import NgramDrafter, can_verify
 from astrai_infer.task import Task
@@ -176,9 +176,9 @@ class Oracle(NgramDrafter):
 @pytest.mark.parametrize(
     "config",
     [
-        {"max_num_seqs": 8, "max_batch_tokens": 24},
-        {"max_num_seqs": 12, "max_batch_tokens": 30, "n_pages": 9},
-        {"max_num_seqs": 6, "max_batch_tokens": 40, "prefix_cache": False, "model": WINDOWED},
+        {"max_num_seqs": 16, "max_batch_tokens": 24},
+        {"max_num_seqs": 16, "max_batch_tokens": 30, "n_pages": 9},
+        {"max_num_seqs": 16, "max_batch_tokens": 40, "prefix_cache": False, "model": WINDOWED},
     ],
     ids=["chunks", "preemption", "window"],
 )
@@ -186,13 +186,13 @@ def test_guessing_changes_no_token(config, captured):
     """Speculation: greedy or drawn, penalised or not, alone or among others, every answer is the one without it."""
     model = config.get("model", {})
     plain = small_engine(tiny_model(**model), **{key: value for key, value in config.items() if key != "model"})
-    table = GROWING + ASKED
+    table = GROWING + [(length, 40, params) for length, _, params in ASKED[3:7]]
     expected = plain.scheduler.run_batch(asked(table))
     engine = device_engine(Recorder() if captured else None, speculation=SPECULATION, **config)
     engine.scheduler._drafter = drafter = Oracle({c.request_id: c.token_ids for c in expected})
     check_equal(engine.scheduler.run_batch(asked(table)), expected)
     assert engine.pool.n_used == 0
-    assert len(drafter.guessed) > 5, "requests with penalties and rules are the only ones without guesses"
+    assert len(drafter.guessed) == 6, "requests with penalties and rules are the only ones without guesses"
     assert engine.scheduler.n_steps < plain.scheduler.n_steps or "n_pages" in config
 
 
@@ -269,14 +269,20 @@ def test_padding_touches_the_scratch_slots_alone():
     assert any(chunks for _, chunks in seen)
 
 
-@given(st.integers(1, 300), st.integers(0, 300), st.integers(0, 300), st.integers(0, 5000), st.integers(1, 4096))
+@given(
+    st.integers(1, 300),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.integers(0, 5000),
+    st.integers(1, 4096),
+    st.integers(1, 9999),
+)
 @settings(max_examples=300)
-def test_buckets_hold_what_they_are_chosen_for(max_rows, n_decode, n_chunks, more, max_len):
+def test_buckets_hold_what_they_are_chosen_for(max_rows, n_decode, n_chunks, more, max_len, max_tokens):
     """Every step has a shape; a bucket's padding is less than the step or small, and every chunk of it has a token."""
     n_decode, n_chunks = min(n_decode, max_rows), min(n_chunks, max_rows)
-    buckets = Buckets(max_rows, max_len)
+    buckets = Buckets(max_rows, max_len, max_tokens)
     assert buckets.first[0] == StepShape(max_rows), "the largest comes first, for its memory serves the others"
-    assert all(shape.n_decode in buckets.decode_sizes for shape in buckets.first)
     if n_decode:
         rows = buckets.decode(n_decode).n_decode
         assert n_decode <= rows <= max_rows
@@ -291,7 +297,9 @@ def test_buckets_hold_what_they_are_chosen_for(max_rows, n_decode, n_chunks, mor
         assert shape == StepShape(n_decode, n_tokens, n_chunks, is_bucket=False)
         return
     assert shape.n_chunks <= 4 * n_chunks
-    assert shape.n_chunk_tokens <= MOST_CHUNK_TOKENS
+    assert shape.n_chunk_tokens <= buckets.most_chunk_tokens <= MOST_CHUNK_TOKENS
+    assert shape.n_chunks <= MOST_CHUNKS
+    assert shape.n_chunk_tokens < 2 * n_tokens + FEWEST_CHUNK_TOKENS + 2 * shape.n_chunks
     assert (shape.n_chunk_tokens > n_tokens) <= (shape.n_chunks > n_chunks), "what is left belongs to a chunk"
     assert shape.n_chunk_tokens - n_tokens - (shape.n_chunks - n_chunks) + 1 <= max_len
 
@@ -318,10 +326,27 @@ def test_work_runs_then_is_captured_then_replayed():
     assert log[-1] == "again"
 
 
+def test_work_that_there_is_no_memory_to_capture_runs_without(caplog):
+    """Rule 10: running out of memory for a graph costs speed, not the request."""
+    attempts = []
+
+    def capture(run):
+        attempts.append(1)
+        raise torch.OutOfMemoryError("scripted")
+
+    context = CudaGraphContext(capture)
+    assert [context.run("key", lambda: "done") for _ in range(4)] == ["done"] * 4
+    assert len(attempts) == 1
+    assert "no memory is left to capture key" in caplog.text
+
+
 def test_graphs_cannot_be_had_on_a_cpu():
     """Strict: what was asked for by name is refused where it cannot be."""
     with pytest.raises(ConfigError, match="cuda_graphs is True but the model is on a CPU; leave it out"):
         small_engine(tiny_model(), cuda_graphs=True)
+    for asked_for in ({"speculation": "ngram"}, {"deterministic": True}):
+        with pytest.raises(ConfigError, match="needs a CUDA device and the backend cuda; leave it out"):
+            small_engine(tiny_model(), **asked_for)
     assert not isinstance(small_engine(tiny_model(), cuda_graphs=False).scheduler.executor, DeviceExecutor)
 
 

@@ -13,6 +13,8 @@ from astrai_core.types import Completion, Request
 from astrai_infer import EngineConfig, InferenceEngine
 from astrai_infer.runtime.device import DeviceExecutor
 from astrai_infer.runtime.shapes import StepShape
+from astrai_infer.speculation import NgramDrafter
+from astrai_infer.task import Task
 from astrai_infer.testing import byte_tokenizer
 from astrai_infer.testing.models import tiny_config
 
@@ -104,10 +106,13 @@ def test_the_tokens_are_those_of_a_dense_forward(model):
 
 
 def test_decode_graphs_are_there_before_the_first_request(model):
-    """G1, G3: powers of two and the largest batch are captured at the start, others on their second use."""
-    with engine_of(model, max_num_seqs=12) as engine:
+    """G1, G3: what only decodes is captured at the start, mixed shapes on their second use."""
+    with engine_of(model, max_num_seqs=20) as engine:
         graphs = executor_of(engine).graphs
-        assert [graphs.has_graph(("forward", StepShape(n))) for n in (1, 2, 4, 8, 12)] == [True] * 5
+        for variant in ("greedy", "random"):
+            sizes = [n for n in range(33) if graphs.has_graph(("sample", StepShape(n), variant))]
+            assert sizes == [1, 2, 4, 8, 12, 16, 20]
+        assert all(graphs.has_graph(("forward", StepShape(n))) for n in sizes)
         n_before = len(graphs)
         for n in (12, 12, 12):
             engine.scheduler.run_batch(requests(n))
@@ -151,20 +156,21 @@ def test_a_steady_step_allocates_nothing_and_waits_for_nothing(model, n, params)
 
 
 def test_the_memory_asked_for_is_kept_and_used(model):
-    """G6: what steps need is measured first; the cache takes what is left of the share, and the engine stays within it."""
+    """G6: what steps need is measured first; the cache takes what is left of the share, and the engine stays within it.
+    Other processes may use the card meanwhile, as other tests do: torch's own count is compared, with room for them."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    fraction = 0.05
-    config = {"kv_cache_bytes": None, "memory_fraction": fraction, "max_num_seqs": 256, "max_batch_tokens": 4096}
+    held = torch.cuda.memory_reserved()
+    share = 0.05 * free
+    config = {"kv_cache_bytes": None, "memory_fraction": 0.05, "max_num_seqs": 4096, "max_batch_tokens": 4096}
     with engine_of(model, max_seq_len=2048, prefix_cache=True, **config) as engine:
         cache = sum(group.storage.k_buffer.nbytes + group.storage.v_buffer.nbytes for group in engine.pool.groups)
-        needed = 256 * 2048 * engine.pool.groups[0].spec.token_bytes
+        assert 4096 * 2048 * engine.pool.groups[0].spec.token_bytes > share, "not all requests fit"
         engine.scheduler.run_batch(requests(40))
-        torch.cuda.synchronize()
-        left, _ = torch.cuda.mem_get_info()
-    assert free - left <= fraction * free * 1.02
-    assert cache >= min(needed, 0.97 * (fraction * free - 1.5 * 2**30)), "no more than a gigabyte and a half for steps"
+        taken = torch.cuda.memory_reserved() - held
+    assert taken <= 1.05 * share
+    assert cache >= 0.95 * share - 3 * 2**30
 
 
 def test_sleep_moves_the_cache_and_graphs_are_made_anew(model):
@@ -204,3 +210,57 @@ def test_graphs_asked_for_where_there_can_be_none():
         engine_of(served, backend="torch_native", cuda_graphs=True)
     with engine_of(served, backend="torch_native") as engine:
         assert not isinstance(engine.scheduler.executor, DeviceExecutor)
+
+
+class Oracle(NgramDrafter):
+    """Guesses what the request said without guessing, every third time with a wrong token in it."""
+
+    def __init__(self, said: dict[str, tuple[int, ...]]) -> None:
+        super().__init__(5)
+        self.said = said
+        self.n_asked = 0
+
+    def propose(self, task: Task, limit: int) -> tuple[int, ...]:
+        self.n_asked += 1
+        right = list(self.said[task.request_id][task.output_len :][: max(min(limit, 5), 0)])
+        if self.n_asked % 3 == 0 and len(right) > 2:
+            right[2] = 7
+        return tuple(right)
+
+
+@torch.no_grad()
+def test_guessing_gives_tokens_of_the_model(model):
+    """Speculation on the device: rows of one sequence share a step and a captured shape; each token is a largest logit."""
+    asked = requests(3)
+    with engine_of(model) as engine:
+        plain = engine.scheduler.run_batch(asked)
+        n_plain = engine.scheduler.n_steps
+    with engine_of(model, speculation="ngram", max_draft_tokens=5, max_num_seqs=24) as engine:
+        for _ in range(3):
+            engine.scheduler._drafter = Oracle({c.request_id: c.token_ids for c in plain})
+            before = engine.scheduler.n_steps
+            completions = engine.scheduler.run_batch(asked)
+        assert engine.scheduler.n_steps - before < 0.6 * n_plain, "right guesses save steps"
+        assert any(key[1].verifies for key in executor_of(engine).graphs._graphs)
+    for request, completion in zip(asked, completions, strict=True):
+        ids = torch.tensor([[*request.prompt_token_ids, *completion.token_ids]], device="cuda")
+        logits = model(ids).logits[0, len(request.prompt_token_ids) - 1 : -1].float()
+        chosen = logits.gather(1, ids[0, len(request.prompt_token_ids) :, None]).squeeze(1)
+        tolerance = 8 * torch.finfo(torch.bfloat16).eps * logits.abs().amax(1)
+        assert (chosen >= logits.amax(1) - tolerance).all()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_deterministic_answers_do_not_depend_on_the_batch(model, graphs):
+    """Rule 1, G4: alone, among others, in chunks, with a warm prefix cache: the same tokens and log-probabilities."""
+    asked = requests(12)
+    config = {"deterministic": True, "cuda_graphs": graphs, "prefix_cache": True}
+    with engine_of(model, **config) as engine:
+        together = answers(engine.scheduler.run_batch(asked))
+        warm = answers(engine.scheduler.run_batch(asked))
+    with engine_of(model, max_batch_tokens=24, **config) as engine:
+        in_chunks = answers(engine.scheduler.run_batch(asked[::-1]))[::-1]
+    with engine_of(model, **config) as engine:
+        alone = [answers(engine.scheduler.run_batch([request]))[0] for request in asked]
+    assert together == warm == in_chunks == alone
+    assert not torch.are_deterministic_algorithms_enabled()

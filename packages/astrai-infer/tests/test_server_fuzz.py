@@ -44,6 +44,8 @@ VALUES = [
     '{"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}}',
     '{"json": {"type": "object", "properties": {"a": {"pattern": "("}}}}',
     '{"regex": "(?=a)b"}',
+    *(f'{{"json": {"{" + chr(34) + "a" + chr(34) + ":"}{deep * "["}{deep * "]"}}}}}' for deep in (300, 5000)),
+    '[{"type": "function", "function": {"name": "f", "parameters": ' + '{"a":' * 300 + "1" + "}" * 300 + "}}]",
 ]
 ROUTES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/chat/completions": (ChatRequest, {**ASK, "max_tokens": 2}),

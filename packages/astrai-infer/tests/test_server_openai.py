@@ -319,6 +319,17 @@ async def test_what_is_wrong_is_named(body: dict[str, Any], param: str | None, s
     assert error["param"] == param or param is None
 
 
+async def test_defaults_come_from_the_model() -> None:
+    """A request's own value, else generation_config.json, else the protocol's; rep_window is 0 over HTTP (rule 3)."""
+    engine = saying_engine(Says("x"))
+    engine.generation_config = {"do_sample": True, "temperature": 0.5, "top_k": 7, "eos_token_id": 256}
+    async with serving(engine) as served:
+        plain = served.sampling({"top_p": None})
+        own = served.sampling({"top_k": 0, "temperature": 0.0})
+    assert (plain.temperature, plain.top_k, plain.top_p, plain.rep_window) == (0.5, 7, 1.0, 0)
+    assert (own.temperature, own.top_k) == (0.0, 0)
+
+
 async def test_the_model_must_be_served_here() -> None:
     async with client(saying_engine(Says("x")), served_model_name=("a", "b")) as http:
         listed = (await http.get("/v1/models")).json()["data"]

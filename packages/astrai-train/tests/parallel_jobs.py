@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from astrai_core.errors import AstraiError
 from astrai_train import TrainConfig, checkpoint
+from astrai_train.data.store import write_store
 from astrai_train.run import build
 from astrai_train.trainer import Trainer
 
 Job = dict[str, Any]
 """``recipe``; ``resume``; ``stop`` = (rank, step) that gets SIGTERM; ``gradient`` = file for the first step's gradient
 instead of training; ``full`` = rank whose disk is full."""
+
+
+def write_stores(root: Path, tokenizer: Any) -> None:
+    """Write the data of all jobs: rows of a few words, of each kind."""
+    draw, words = random.Random(0), ["the", "cat", "sat", "on", "a", "mat", "and", "ran"]
+
+    def ids() -> Any:
+        text = " ".join(draw.choices(words, k=draw.randint(1, 8)))
+        return np.array([*tokenizer.encode(text), tokenizer.eos_token_id])
+
+    def chat() -> dict[str, Any]:
+        row = ids()
+        return {"input_ids": row, "mask": (np.arange(len(row)) > len(row) // 2).astype(np.uint8)}
+
+    # Rows 0 and 1 are the first rank's part of the first micro-batch: they supervise nothing.
+    one_token = [{"input_ids": ids()[:1]} for _ in range(2)]
+    stores: dict[str, tuple[Any, list[dict[str, Any]]]] = {
+        "text": ("text", [{"input_ids": ids()} for _ in range(50)]),
+        "held_out": ("text", [{"input_ids": ids()} for _ in range(7)]),
+        "sparse": ("text", [*one_token, *({"input_ids": ids()} for _ in range(10))]),
+        "chat": ("chat", [chat() for _ in range(50)]),
+        "pairs": ("pairs", [{name: ids() for name in ("prompt", "chosen", "rejected")} for _ in range(50)]),
+    }
+    for name, (kind, rows) in stores.items():
+        write_store(root / name, kind, rows, tokenizer)
 
 
 def run_jobs(jobs: dict[str, Job]) -> dict[str, Any]:

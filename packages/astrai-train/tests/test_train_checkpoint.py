@@ -83,7 +83,9 @@ def garble_marker(path: Path) -> None:
     (path / MARKER).write_text("[1, 2]")
 
 
-@pytest.mark.parametrize("damage", [break_marker, cut_state, flip_bit, cut_tensors, lose_index, lose_weights, garble_marker])
+@pytest.mark.parametrize(
+    "damage", [break_marker, cut_state, flip_bit, cut_tensors, lose_index, lose_weights, garble_marker]
+)
 def test_damage_is_seen_and_skipped(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any) -> None:
     saved = store(tmp_path)
     for step in (2, 10):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from astrai_core import AutoModel
 from astrai_core.errors import TrainingError
 from astrai_train import TrainConfig
 from astrai_train.checkpoint import CheckpointStore
-from astrai_train.data.store import write_store
 from astrai_train.parallel.launch import launch
 from astrai_train.run import build, train
 
@@ -68,7 +66,6 @@ EXPERTS: dict[str, Any] = {
 }
 DROPOUT = {"model.architecture": ARCHITECTURE | {"attention_dropout": 0.2}}
 STEPS = 4
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "ran"]
 
 Recipe = Callable[..., dict[str, Any]]
 
@@ -82,29 +79,11 @@ class Bench(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe, tokenizer_dir: Path, byte_tokenizer: Any) -> Bench:
+def bench(
+    tmp_path_factory: pytest.TempPathFactory, recipe: Recipe, tokenizer_dir: Path, byte_tokenizer: Any
+) -> Iterator[Bench]:
     """Stores, and a function from a name and changes to a recipe that trains on them."""
-    root, draw = tmp_path_factory.mktemp("parallel"), random.Random(0)
-
-    def ids() -> Any:
-        text = " ".join(draw.choices(WORDS, k=draw.randint(1, 8)))
-        return np.array([*byte_tokenizer.encode(text), byte_tokenizer.eos_token_id])
-
-    def chat() -> dict[str, Any]:
-        row = ids()
-        return {"input_ids": row, "mask": (np.arange(len(row)) > len(row) // 2).astype(np.uint8)}
-
-    # Rows 0 and 1 are the first rank's part of the first micro-batch: they supervise nothing.
-    one_token = [{"input_ids": ids()[:1]} for _ in range(2)]
-    stores = {
-        "text": ("text", [{"input_ids": ids()} for _ in range(50)]),
-        "held_out": ("text", [{"input_ids": ids()} for _ in range(7)]),
-        "sparse": ("text", [*one_token, *({"input_ids": ids()} for _ in range(10))]),
-        "chat": ("chat", [chat() for _ in range(50)]),
-        "pairs": ("pairs", [{name: ids() for name in ("prompt", "chosen", "rejected")} for _ in range(50)]),
-    }
-    for name, (kind, rows) in stores.items():
-        write_store(root / name, kind, rows, byte_tokenizer)
+    root = tmp_path_factory.mktemp("parallel")
 
     def make(name: str, changes: dict[str, Any]) -> dict[str, Any]:
         data = {"train": [{"path": str(root / "text")}], "seq_len": 60, "packing": "none", "workers": 0}
@@ -129,6 +108,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe, tokenizer_di
         patch.syspath_prepend(str(Path(__file__).parent))
         import parallel_jobs
 
+        parallel_jobs.write_stores(root, byte_tokenizer)
         yield Bench(root, make, parallel_jobs)
 
 

@@ -27,7 +27,7 @@ HELD_OUT = 0.04
 """Share of the novel, its end, that the model is only tested on."""
 MAX_EPOCHS = 12
 """Passes over the novel that a fast machine stops at: more of them teach it by heart."""
-MIN_STEPS, CALIBRATION_STEPS, N_LINES, BAR = 20, 8, 12, 36
+MIN_STEPS, CALIBRATION_STEPS, N_LINES, BAR = 12, 5, 12, 36
 OVERHEAD = 1.1
 """Time of the run over that of its steps: the tests between them."""
 
@@ -172,7 +172,7 @@ def _step_seconds(config: TrainConfig, device: str | None) -> float:
     result = train(config, device=device, callbacks=[Watch()])
     if result.stopped_by is not None:
         raise KeyboardInterrupt
-    return statistics.median(taken[2:])
+    return statistics.mean(taken[2:])
 
 
 def _loss_lines(bytes_per_token: float) -> Callback:

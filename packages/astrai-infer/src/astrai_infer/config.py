@@ -38,6 +38,10 @@ class EngineConfig(BaseConfig):
     what its steps need."""
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Storage type of keys and values; "auto" is the model's."""
+    deterministic: bool = False
+    """Sum in an order that depends on a request alone, so that its tokens do not depend bit by bit on what runs beside it,
+    on how its prompt is cut, or on graphs. On a CUDA device with the backend cuda only; a tenth slower. What is recomputed
+    after a preemption is summed as a prompt is."""
     speculation: Literal["ngram"] | None = None
     """Guess what comes next and check several guesses in one step, which changes no token. "ngram": what followed the same
     tokens earlier in the prompt or the answer; for text that repeats itself, with few requests at a time."""

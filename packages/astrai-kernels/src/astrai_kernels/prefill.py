@@ -136,7 +136,7 @@ def scalar_attention(
 def _check(
     q: Tensor, k: Tensor, v: Tensor, qo_indptr: Tensor, seq_lens: Tensor, table: Tensor | None, rows: Tensor | None,
     out: Tensor, lse: Tensor | None, mask: Tensor | None, sinks: Tensor | None, scale: float, window: int,
-    softcap: float, k_scale: Tensor | None = None, v_scale: Tensor | None = None, op: str = "prefill_attention",
+    softcap: float, k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, op: str = "prefill_attention",
 ) -> None:  # fmt: skip
     check_device(op, "q", q)
     if q.dim() != 3 or q.shape[2] not in HEAD_DIMS:

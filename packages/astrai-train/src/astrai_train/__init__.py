@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from astrai_train.context import StepRecord, TrainContext, TrainResult
     from astrai_train.optim.lr_schedule import LRSchedule, LRScheduleFactory
+    from astrai_train.parallel.launch import launch
     from astrai_train.run import train
     from astrai_train.strategy.base import BaseStrategy, LossOutput
     from astrai_train.trainer import Trainer
@@ -70,6 +71,7 @@ _EXPORTS = {
     "TrainResult": "context",
     "Trainer": "trainer",
     "WSDConfig": "config",
+    "launch": "parallel.launch",
     "train": "run",
 }
 
@@ -104,6 +106,7 @@ __all__ = [
     "Trainer",
     "WSDConfig",
     "__version__",
+    "launch",
     "train",
 ]
 

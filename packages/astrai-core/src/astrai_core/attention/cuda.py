@@ -20,6 +20,10 @@ MIN_CAPABILITY = (8, 0)
 """mma.sync on bf16 and cp.async."""
 DTYPES = (torch.float16, torch.bfloat16)
 
+FIXED_LEN = 256
+"""Keys of a chunk of decode attention in deterministic mode (``torch.use_deterministic_algorithms``): a row's result then
+depends on that row and its keys alone, and not on how the work of all was cut."""
+
 
 @dataclass(frozen=True)
 class _StepPlan:
@@ -47,7 +51,7 @@ class CudaBackend(AttentionBackend):
     def __init__(self) -> None:
         self._decode_kernels: Any = kernels.module("attention")
         self._prefill_kernels: Any = kernels.module("prefill")
-        self._plans: dict[tuple[int, int, int, int, int | None], Any] = {}
+        self._plans: dict[tuple[int | None, ...], Any] = {}
 
     @staticmethod
     def unavailable(device: torch.device, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
@@ -91,12 +95,16 @@ class CudaBackend(AttentionBackend):
             )
 
     def _plan_decode(self, metadata: AttentionMetadata, spec: AttentionSpec, n_decode: int) -> Any:
-        key = (metadata.req_to_token.shape[0], spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.window)
+        rows, max_len = metadata.req_to_token.shape
+        fixed_len = FIXED_LEN if torch.are_deterministic_algorithms_enabled() else None
+        key = (rows, max_len, spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.window, fixed_len)
         plan = self._plans.get(key)
         if plan is None:
-            rows, *heads, window = key
+            fixed = {} if fixed_len is None else {"fixed_len": fixed_len, "max_tokens": rows * max_len}
             device = metadata.req_to_token.device
-            plan = self._plans[key] = self._decode_kernels.DecodePlan(rows, *heads, device, window=window)
+            plan = self._plans[key] = self._decode_kernels.DecodePlan(
+                rows, spec.n_heads, spec.n_kv_heads, spec.head_dim, device, window=spec.window, **fixed
+            )
         plan.update(metadata.seq_lens[:n_decode], metadata.req_indices[:n_decode])
         return plan
 

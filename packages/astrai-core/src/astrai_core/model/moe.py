@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,6 @@ from astrai_core.model.layers import Linear
 from astrai_core.model.mlp import SwiGLU
 
 
-@dataclass(eq=False)
 class RouterStats:
     """What the routers of one pass did, document by document.
 
@@ -23,15 +21,27 @@ class RouterStats:
     ``f_i = E / (K T) * tokens sent to expert i`` and P_i the mean of its probabilities (DeepSeek-V3, arXiv 2412.19437,
     equations 17 to 20, sequence-wise). It is 1 where the experts share evenly; the gradient goes through P alone.
     transformers' ``load_balancing_loss_func`` of one layer gives K times as much.
+
+    Parameters
+    ----------
+    documents
+        ``[tokens]`` int64: the document of each token, counted over the batch; `n_documents` stands for padding, which
+        is left out.
+    n_documents
+        Documents of the batch.
+
+    Attributes
+    ----------
+    balances
+        Layer -> ``[documents]`` float32 with graph. By layer, so that recomputation in the backward pass adds nothing.
     """
 
-    documents: Tensor
-    """``[tokens]`` int64: the document of each token, counted over the batch; `n_documents` stands for padding, which is
-    left out."""
-    n_documents: int
-    """Documents of the batch."""
-    balances: dict[int, Tensor] = field(default_factory=dict)
-    """Layer -> ``[documents]`` float32 with graph. By layer, so that recomputation in the backward pass adds nothing."""
+    # No dataclass: FSDP's hooks replace those that hold tensors with a graph by copies, and what later layers record
+    # would be lost.
+    def __init__(self, documents: Tensor, n_documents: int) -> None:
+        self.documents = documents
+        self.n_documents = n_documents
+        self.balances: dict[int, Tensor] = {}
 
     def record(self, layer: int, probs: Tensor, chosen: Tensor) -> None:
         """Take in one layer's routing.
@@ -150,8 +160,9 @@ class SparseMoE(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=probs.shape[1]).tolist()
         out = self.experts(tokens[order // self.top_k], counts)
-        out = out[order.argsort()].view(*chosen.shape, -1)
-        mixed = (out * weights.to(logits.dtype).unsqueeze(-1)).sum(1)
+        # In x's shape from here on: FSDP warns of a block that returns a view.
+        out = out[order.argsort()].view(*x.shape[:-1], self.top_k, -1)
+        mixed = (out * weights.to(logits.dtype).view(*x.shape[:-1], self.top_k, 1)).sum(-2)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            mixed = mixed + self.shared_expert_gate(tokens).sigmoid() * self.shared_expert(tokens)
-        return mixed.view(x.shape)
+            mixed = mixed + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        return mixed

@@ -23,6 +23,9 @@ from astrai_infer.runtime.shapes import StepShape
 
 logger = logging.getLogger(__name__)
 
+MOST_OUTSIDE_TORCH = 1 << 30
+"""Bytes that graphs and loaded kernels take besides torch's own memory, at most."""
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -52,8 +55,9 @@ def build_runtime(model: CausalLM, config: EngineConfig) -> Runtime:
     if config.cuda_graphs and not on_device:
         why = "the model is on a CPU" if model.device.type == "cpu" else f"{type(backend).__name__} cannot be captured"
         raise ConfigError(f"cuda_graphs is True but {why}; leave it out, or use the backend cuda on a CUDA device")
-    if config.speculation and not on_device:
-        raise ConfigError(f"speculation is {config.speculation!r} but steps are not captured here; leave it out")
+    for name, value in (("speculation", config.speculation), ("deterministic", config.deterministic)):
+        if value and not on_device:
+            raise ConfigError(f"{name} is {value!r}, which needs a CUDA device and the backend cuda; leave it out")
     if not on_device:
         plan = plan_cache(model, config)
         pool = build_pool(model, config, plan)
@@ -96,18 +100,21 @@ def device_executor(
 ) -> DeviceExecutor:
     """Build the executor for a CUDA device."""
     capture = None if config.cuda_graphs is False else CudaCapture(model.device)
-    return DeviceExecutor(model, pool, backend, n_rows, config.max_batch_tokens, capture)
+    return DeviceExecutor(
+        model, pool, backend, n_rows, config.max_batch_tokens, capture, deterministic=config.deterministic
+    )
 
 
 def step_bytes(model: CausalLM, config: EngineConfig, backend: AttentionBackend) -> int:
     """Measure what steps take besides weights and KV cache: graphs, workspaces, loaded kernels, the widest activations.
 
-    The largest step and the largest graph run on a pool of almost no pages, which is dropped again.
+    The largest step and the largest graphs run on a pool of almost no pages, which is dropped again.
     """
     device = model.device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info(device)
+    held_before = torch.cuda.memory_reserved(device)
     wanted_len = context_len(model.config, config)
     contiguous = config.cache_mode == "contiguous"
     specs = KVSpec.groups(model.config, resolve_kv_dtype(config, model.dtype), whole=contiguous or config.prefix_cache)
@@ -117,12 +124,19 @@ def step_bytes(model: CausalLM, config: EngineConfig, backend: AttentionBackend)
     executor = device_executor(model, config, pool, backend, n_rows)
     n_tokens = config.max_batch_tokens
     executor.run_padding(StepShape(0, n_tokens, -(-n_tokens // wanted_len), is_bucket=False))
-    for _ in range(3):
-        executor.run_padding(executor.buckets.first[0])
+    for shape in executor.buckets.widest:
+        for _ in range(3):
+            executor.run_padding(shape)
     torch.cuda.synchronize(device)
     free_after, _ = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - held_before
+    # Graphs and loaded kernels; what other processes took or gave meanwhile looks the same, so it is bounded.
+    outside_torch = min(max(free_before - free_after - held, 0), MOST_OUTSIDE_TORCH)
+    decode_sizes = executor.buckets.decode_sizes
     executor.forget()
     del executor, pool
     gc.collect()
     torch.cuda.empty_cache()
-    return max(free_before - free_after, 0)
+    # Of the graphs that are captured later, each keeps its logits.
+    logits_bytes = sum(decode_sizes[:-1]) * model.config.vocab_size * model.dtype.itemsize
+    return held + outside_torch + logits_bytes

@@ -6,8 +6,10 @@ them where the next step's embedding reads them, so no step waits for the host t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from astrai_infer.cache.pool import PagePool
 from astrai_infer.runtime.fill import StepFiller
 from astrai_infer.runtime.graph import Capture, CudaGraphContext
 from astrai_infer.runtime.packed import Fields, Layout, Packed, Staging
-from astrai_infer.runtime.shapes import MOST_CHUNK_TOKENS, Buckets, StepShape
+from astrai_infer.runtime.shapes import MOST_CHUNKS, Buckets, StepShape
 from astrai_infer.sampling.pipeline import logprob_entries, logprob_tensors
 from astrai_infer.sampling.rows import RowFields, RowSampler, Variant, to_host
 from astrai_infer.task import Batch, StepResult, Task
@@ -68,6 +70,8 @@ class DeviceExecutor:
         Most tokens of a step.
     capture
         How work is captured; None: it never is.
+    deterministic
+        Run the model in torch's deterministic mode.
     """
 
     def __init__(
@@ -78,15 +82,20 @@ class DeviceExecutor:
         n_rows: int,
         max_tokens: int,
         capture: Capture | None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         self.model = model
         self.pool = pool
         self.backend = backend
-        self.buckets = Buckets(n_rows, pool.max_seq_len)
+        self._deterministic = deterministic
+        self.buckets = Buckets(n_rows, pool.max_seq_len, max_tokens)
         self.sampler = RowSampler(n_rows + 1, model.config.vocab_size, model.device)
         self.graphs = CudaGraphContext(capture)
+        # Graphs and events go to the current device, which in a new thread is the first one.
+        self._on_device = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
         n_groups = len(pool.groups)
-        most = max(max_tokens, MOST_CHUNK_TOKENS)
+        most = max(max_tokens, self.buckets.most_chunk_tokens)
         # The largest step: all rows decode or have chunks, which padding at most quadruples, and every token has logits.
         largest = StepShape(n_rows, most, 4 * n_rows, n_logits=most + n_rows, is_bucket=False)
         n_deltas = 4 * max_tokens + 64 * n_rows
@@ -94,6 +103,10 @@ class DeviceExecutor:
         self.packed = Packed(n_bytes, n_deltas, largest.n_requests, n_groups, model.device)
         self.ids = torch.zeros(max(largest.n_tokens, largest.n_requests), dtype=torch.int64, device=model.device)
         """The next step's first input ids: the last step's tokens, in its order; behind the decoding rows, chunks."""
+        # Each graph of a decode step keeps its logits; those of the many mixed shapes share this memory.
+        self.mixed_logits = torch.empty(
+            (n_rows + MOST_CHUNKS, model.config.vocab_size), dtype=model.dtype, device=model.device
+        )
         self.last_token = torch.zeros(n_rows + 1, dtype=torch.int64, device=model.device)
         """Newest token of each row, as of the last change of the batch."""
         self._filler = StepFiller(pool, self.buckets, self.sampler, n_rows)
@@ -112,14 +125,15 @@ class DeviceExecutor:
     @torch.inference_mode()
     def run_padding(self, shape: StepShape) -> None:
         """Run a step of nothing but padding, greedy and random."""
-        staging = self.packed.next()
-        layout, fields = self.packed.layout(shape)
-        host = self._filler.fill_padding(staging, shape, layout)
-        self.packed.send(staging, layout, [])
-        logits = self._forward(shape, fields, host)
-        for variant in VARIANTS:
-            self._sample(shape, fields, logits, variant)
-        staging.record()
+        with self._on_device:
+            staging = self.packed.next()
+            layout, fields = self.packed.layout(shape)
+            host = self._filler.fill_padding(staging, shape, layout)
+            self.packed.send(staging, layout, [])
+            logits = self._forward(shape, fields, host)
+            for variant in VARIANTS:
+                self._sample(shape, fields, logits, variant)
+            staging.record()
         self._held = None
 
     def forget(self) -> None:
@@ -139,8 +153,13 @@ class DeviceExecutor:
     def launch(self, batch: Batch) -> Flight:
         """Put a step into the device's queue: feed the batch's tokens and sample for the tasks that reach their last one.
 
-        At most two steps are in the queue: the result of the one before the last must have been read.
+        At most two steps are in the queue: the result of the one before the last must have been read. They go to the
+        current stream of the calling thread, so all callers must have the same one.
         """
+        with self._on_device:
+            return self._launch(batch)
+
+    def _launch(self, batch: Batch) -> Flight:
         staging = self.packed.next()
         try:
             if batch.drafts:
@@ -233,7 +252,11 @@ class DeviceExecutor:
                 self.ids[shape.n_tokens - n_named : shape.n_tokens].copy_(fields.host_ids)
             rows = fields.logit_rows if shape.n_chunk_tokens else None
             ids = self.ids[: shape.n_tokens]
-            return self.model.forward_paged(ids, fields.position_ids, cache, self.backend, rows).logits
+            with deterministic_algorithms(self._deterministic):
+                logits = self.model.forward_paged(ids, fields.position_ids, cache, self.backend, rows).logits
+            if not (shape.is_bucket and shape.n_chunks):
+                return logits
+            return self.mixed_logits[: shape.n_requests].copy_(logits)
 
         return self.graphs.run(("forward", shape) if shape.is_bucket else None, work)
 
@@ -289,6 +312,23 @@ class DeviceExecutor:
         if variant == "history":
             self.graphs.run(("record", shape) if shape.is_bucket else None, lambda: self.sampler.record(rows, tokens))
         return logprobs
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Switch torch's deterministic mode on inside; new memory is not filled, since none is read before it was written."""
+    if not enabled:
+        yield
+        return
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 def _no_logprobs(n: int) -> Callable[[], list[TokenLogprobs | None]]:

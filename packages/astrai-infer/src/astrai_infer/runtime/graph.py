@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -61,6 +64,7 @@ class CudaGraphContext:
     def __init__(self, capture: Capture | None) -> None:
         self._capture = capture
         self._seen: set[Hashable] = set()
+        self._refused: set[Hashable] = set()
         self._graphs: dict[Hashable, _Graph[object]] = {}
 
     def has_graph(self, key: Hashable) -> bool:
@@ -87,10 +91,15 @@ class CudaGraphContext:
             if self._capture is None or key is None or key not in self._seen:
                 self._seen.add(key)
                 return work()
-            if len(self._graphs) >= MOST_GRAPHS:
+            if len(self._graphs) >= MOST_GRAPHS or key in self._refused:
                 return work()
-            # Nothing has run when a capture ends: its output holds no result before the first replay (row G2).
-            graph = self._graphs[key] = _Graph(*self._capture(work))
+            try:
+                # Nothing has run when a capture ends: its output holds no result before the first replay (row G2).
+                graph = self._graphs[key] = _Graph(*self._capture(work))
+            except torch.OutOfMemoryError:
+                self._refused.add(key)
+                logger.warning("no memory is left to capture %s: it runs without a graph; lower memory_fraction", key)
+                return work()
         graph.replay()
         output: R = graph.output  # type: ignore[assignment]
         return output
@@ -99,3 +108,4 @@ class CudaGraphContext:
         """Drop all graphs, since the memory they use is about to move."""
         self._graphs.clear()
         self._seen.clear()
+        self._refused.clear()

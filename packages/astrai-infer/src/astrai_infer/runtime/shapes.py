@@ -5,9 +5,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-FEWEST_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 16, 512
-"""Token buckets of chunks: powers of two in this range. Beyond, the device works longer than the host launches, and a
-graph would gain nothing."""
+FEWEST_CHUNK_TOKENS, EVEN_CHUNK_TOKENS, MOST_CHUNK_TOKENS = 16, 256, 2048
+"""Token buckets of chunks: powers of two from the first, then multiples of the second, to the third. Beyond, the device
+works longer than the host launches (about 10 ms for 24 layers), and a graph would gain nothing."""
+
+
+MOST_CHUNKS = 16
+"""Chunks of a bucket; a step of more is rare."""
+
+
+def chunk_bucket(n_tokens: int) -> int:
+    """Return the bucket of so many tokens of chunks."""
+    if n_tokens > EVEN_CHUNK_TOKENS:
+        return -(-n_tokens // EVEN_CHUNK_TOKENS) * EVEN_CHUNK_TOKENS
+    return max(FEWEST_CHUNK_TOKENS, 1 << (n_tokens - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -45,10 +56,13 @@ class Buckets:
         Requests of a step at most.
     max_len
         Longest sequence: a chunk of padding is no longer.
+    max_tokens
+        Most tokens of a step.
     """
 
-    def __init__(self, max_rows: int, max_len: int) -> None:
+    def __init__(self, max_rows: int, max_len: int, max_tokens: int) -> None:
         self.max_rows = max_rows
+        self.most_chunk_tokens = min(MOST_CHUNK_TOKENS, chunk_bucket(max_tokens))
         self._max_len = max_len
         sizes = [1, 2, 4, 8]
         while sizes[-1] < max_rows:
@@ -58,9 +72,15 @@ class Buckets:
 
     @property
     def first(self) -> list[StepShape]:
-        """The shapes worth a graph before the first request comes: powers of two and the largest, the largest first."""
-        sizes = [size for size in self.decode_sizes if size & (size - 1) == 0 or size == self.max_rows]
-        return [StepShape(size) for size in reversed(sizes)]
+        """The shapes captured before the first request comes, the largest first: all that only decode. When requests end
+        one by one, a step of each size comes along, and each capture would hold everybody up for 30 ms."""
+        return [StepShape(size) for size in reversed(self.decode_sizes)]
+
+    @property
+    def widest(self) -> list[StepShape]:
+        """The shapes whose work needs the most memory, for a step of chunks and one of decodes."""
+        n_tokens = min(self.most_chunk_tokens, MOST_CHUNKS * self._max_len)
+        return [StepShape(self.max_rows, n_tokens, -(-n_tokens // self._max_len)), self.first[0]]
 
     def decode(self, n: int) -> StepShape:
         """Return the shape for a step of `n` decoding requests."""
@@ -77,11 +97,11 @@ class Buckets:
         chunks = 1 << (n_chunks - 1).bit_length()
         while True:
             least = n_chunk_tokens + chunks - n_chunks
-            tokens = max(FEWEST_CHUNK_TOKENS, 1 << (least - 1).bit_length())
+            tokens = chunk_bucket(least)
             if tokens == n_chunk_tokens or chunks > n_chunks:
                 break
             chunks *= 2  # the padding needs a chunk of its own
         longest_pad = tokens - least + 1
-        if tokens > MOST_CHUNK_TOKENS or longest_pad > self._max_len:
+        if tokens > self.most_chunk_tokens or chunks > MOST_CHUNKS or longest_pad > self._max_len:
             return exact
         return StepShape(rows, tokens, chunks)

@@ -115,16 +115,15 @@ def _source(structured: StructuredOutput) -> tuple[str, str]:
         body = LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, structured.choice)))
     else:
         field, body = "grammar", LLMatcher.grammar_from_lark(structured.grammar or "")
+        if body.lstrip().startswith("{"):
+            raise RequestError("structured.grammar cannot be used: it is JSON; give a grammar in Lark")
     return field, body if structured.think == "no" else _after_thinking(body, structured.think)
 
 
 def _after_thinking(body: str, think: str) -> str:
-    opening = "" if think == "opened" else '"<think>" '
-    thought = f"({opening}thought /\\s*/)" if think == "opened" else f"({opening}thought /\\s*/)?"
-    main: dict[str, Any] = {
-        "name": "main",
-        "lark_grammar": f'start: {thought} @answer\nthought[suffix="</think>"]: /(?s:.*)/\n',
-    }
+    first = "thought GAP" if think == "opened" else '("<think>" thought GAP)?'
+    rules = 'thought[suffix="</think>"]: /(?s:.*)/\nGAP: /\\s{0,8}/\n'
+    main: dict[str, Any] = {"name": "main", "lark_grammar": f"start: {first} @answer\n{rules}"}
     # Of a JSON schema llguidance makes its own JSON form, of all else Lark.
     answer = json.loads(body)["grammars"][0] if body.startswith("{") else {"lark_grammar": body}
     answer |= {"name": "answer"}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from astrai_core.types import StructuredOutput
-from astrai_infer.server.openai_schema import Strict
+from astrai_infer.server.openai_schema import JsonObject, Strict
 
 
 class CacheControl(Strict):
@@ -28,7 +28,7 @@ class TextBlock(Strict):
 
 class JsonFormat(Strict):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(Strict):
@@ -45,7 +45,7 @@ class ToolUseBlock(Strict):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: JsonObject
     cache_control: CacheControl | None = None
     caller: None = None
     toolset_name: None = None
@@ -71,7 +71,7 @@ class Tool(Strict):
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1)
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     cache_control: CacheControl | None = None
 
 

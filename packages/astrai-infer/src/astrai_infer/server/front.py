@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from astrai_infer.server import page
 from astrai_infer.server.errors import ApiError
 from astrai_infer.server.serving import Serving
 
@@ -22,6 +23,9 @@ OPEN_PATHS = {"/health", "/ready"}
 
 WATCHED_PATHS = OPEN_PATHS | {"/metrics", "/stats"}
 """Neither counted as work nor refused while the server drains."""
+
+KEYLESS_PATHS = OPEN_PATHS | {page.PATH}
+"""The chat page holds no data, and asks for the key itself."""
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
@@ -81,7 +85,7 @@ class Front:
         serving = self._serving
         if serving.draining and path not in WATCHED_PATHS:
             return ApiError(503, "the server is shutting down; try another one", retry_after_s=5)
-        guarded = path not in OPEN_PATHS and not path.startswith("/admin/")  # which has a key of its own
+        guarded = path not in KEYLESS_PATHS and not path.startswith("/admin/")  # which has a key of its own
         if self._keys and guarded and not self._knows(headers):
             return ApiError(
                 401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`", code="invalid_api_key"

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from astrai_core.errors import RequestError
 from astrai_core.types import StructuredOutput
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
+MAX_DEPTH = 64
+"""Of JSON within a request; far deeper data overflows the stacks of libraries that walk it."""
+
+
+def _flat_enough(value: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for each in level
+            if isinstance(each, (dict, list))
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+    if level:
+        raise ValueError(f"nests deeper than {MAX_DEPTH} levels; send flatter data")
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_flat_enough)]
 RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
 
 
@@ -63,7 +82,7 @@ class Message(Strict):
 class Function(Strict):
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -84,7 +103,7 @@ class NamedToolChoice(Strict):
 class JsonSchema(Strict):
     name: str
     description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -102,7 +121,7 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """vLLM's extension: one of these."""
 
-    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    json_: JsonObject | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -210,7 +229,7 @@ class ChatRequest(Sampling):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     """Extension: variables of the chat template, such as enable_thinking."""
     continue_final_message: bool = False
     """Extension: go on with the last message instead of starting a new one."""

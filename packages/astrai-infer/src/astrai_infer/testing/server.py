@@ -77,9 +77,7 @@ class Says:
 def saying_engine(says: Says, kind: str = "plain", **config: Any) -> InferenceEngine:
     """Return an engine that answers every conversation with what `says` holds."""
     model: Any = ScriptedModel(says, max_position_embeddings=4096)
-    return InferenceEngine(
-        model, chat_tokenizer(kind), EngineConfig(**config), generation_config={"do_sample": False}
-    )
+    return InferenceEngine(model, chat_tokenizer(kind), EngineConfig(**config), generation_config={"do_sample": False})
 
 
 @contextlib.asynccontextmanager

@@ -56,18 +56,18 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
     }
   }
 
-  __device__ __forceinline__ void copy_keys(int half) const {
+  __device__ __forceinline__ void copy_keys(const int* tile_slots) const {
     if constexpr (KV::kNarrow) {
-      this->copy_narrow(0, half, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
+      this->copy_narrow(0, tile_slots, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
     } else {
-      this->copy_rows(k_tile, half, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
+      this->copy_rows(k_tile, tile_slots, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
     }
   }
-  __device__ __forceinline__ void copy_values(int half) const {
+  __device__ __forceinline__ void copy_values(const int* tile_slots) const {
     if constexpr (KV::kNarrow) {
-      this->copy_narrow(1, half, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
+      this->copy_narrow(1, tile_slots, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
     } else {
-      this->copy_rows(v_tile, half, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
+      this->copy_rows(v_tile, tile_slots, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
     }
   }
 
@@ -93,16 +93,20 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
     const int last_position = min(first_position + kQueries, seq_len) - 1;
     const int low = p.window ? max(0, first_position + 1 - p.window) : 0;
     const int high = last_position + 1;
+    // Between these two every row of the tile sees every key.
+    const int all_from = p.window ? max(0, last_position + 1 - p.window) : 0;
+    const int all_to = first_position + 1;
     const float scale_log2 = p.scale * kLog2e;
 
     int position = low / kKeys * kKeys;
-    int half = 0;  // of `slots`: the tile at hand
+    int* now = slots;
+    int* next = slots + kKeys;
     this->copy_queries();
     const int first_slot = this->find_slot(position, low, high);
-    if (thread < kKeys) slots[thread] = first_slot;
-    if constexpr (KV::kNarrow) this->store_scales(0, this->find_scales(first_slot));
+    if (thread < kKeys) now[thread] = first_slot;
+    if constexpr (KV::kNarrow) this->store_scales(now, this->find_scales(first_slot));
     __syncthreads();
-    copy_keys(0);
+    copy_keys(now);
     commit_copies();
 #pragma unroll 1
     for (; position < high; position += kKeys) {
@@ -115,37 +119,37 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
           for (int step = 0; step < kSteps; ++step) this->load_queries(step, step);
         }
       }
-      copy_values(half);
+      copy_values(now);
       commit_copies();
       const bool has_next = position + kKeys < high;
-      const int next_slot = has_next ? this->find_slot(position + kKeys, 0, high) : -1;
+      const int next_slot = has_next ? this->find_slot(position + kKeys, low, high) : -1;
       Scores s;
       this->multiply(s);
       float2 next_scales = {};
       if constexpr (KV::kNarrow) {
         next_scales = this->find_scales(next_slot);
-        this->template apply_scales<false>(s, this->scales_of(half));
+        this->template apply_scales<false>(s, this->scales_of(now));
       }
       if constexpr (kExtras) this->cap_scores(s);
-      // Whether some row does not see some key.
-      const bool hides = position + kKeys > first_position + 1 || (p.window && position < high - p.window);
-      if (hides || (kExtras && p.mask)) this->mask_scores(s, position, high);
+      if (position < all_from || position + kKeys > all_to || (kExtras && p.mask)) this->mask_scores(s, position, high);
       this->soften(s, scale_log2);
       Weights weights;
       this->pack_weights(s, weights);
       if (KV::kNarrow) this->add_weights(weights);
-      if (thread < kKeys) slots[(half ^ 1) * kKeys + thread] = next_slot;
+      if (thread < kKeys) next[thread] = next_slot;
       if constexpr (KV::kNarrow) {
-        this->store_scales(half ^ 1, next_scales);
-        this->template apply_scales<true>(s, this->scales_of(half) + kKeys);
+        this->store_scales(next, next_scales);
+        this->template apply_scales<true>(s, this->scales_of(now) + kKeys);
         this->pack_weights(s, weights);
       }
       wait_copies();
       if constexpr (KV::kNarrow) this->widen(1, v_tile);
       __syncthreads();  // V has landed, K has been read, and the next slots are there
-      half ^= 1;
-      if (has_next) copy_keys(half);
+      if (has_next) copy_keys(next);
       commit_copies();
+      int* const other = now;
+      now = next;
+      next = other;
       if (!KV::kNarrow) this->add_weights(weights);
       this->accumulate(weights);
     }

@@ -138,7 +138,7 @@ struct PrefillTile {
     return slot_of<KV>(table, key);
   }
 
-  __device__ __forceinline__ void copy_rows(uint32_t tile, int half, const void* buffer,
+  __device__ __forceinline__ void copy_rows(uint32_t tile, const int* tile_slots, const void* buffer,
                                             int64_t slot_stride, int64_t head_stride, int64_t batch_stride) const {
     const T* base = static_cast<const T*>(buffer) + kv_head * head_stride + (paged() ? 0 : request * batch_stride);
 #pragma unroll(kDim == 128 ? 2 : kCopies)  // there ptxas runs out of registers over the addresses of four
@@ -146,7 +146,7 @@ struct PrefillTile {
       const int index = thread + i * kPrefillThreads;
       const int row = index / kUnits;
       const int unit = index - row * kUnits;
-      const int slot = slots[half * kKeys + row];
+      const int slot = tile_slots[row];
       const bool exists = slot >= 0 && unit * 8 < dim();
       copy_async(tile + (row * kStride + unit * 8) * 2, base + (exists ? slot * slot_stride + unit * 8 : 0), exists);
     }
@@ -155,7 +155,7 @@ struct PrefillTile {
   static constexpr int kNarrowUnits = kDim / 16;  // 16-byte units of an e4m3 row
 
   /// As copy_rows, of an e4m3 cache: raw, to where widen() finds it. which: 0 keys, 1 values.
-  __device__ __forceinline__ void copy_narrow(int which, int half, const void* buffer, int64_t slot_stride,
+  __device__ __forceinline__ void copy_narrow(int which, const int* tile_slots, const void* buffer, int64_t slot_stride,
                                               int64_t head_stride, int64_t batch_stride) const {
     const char* base =
         static_cast<const char*>(buffer) + kv_head * head_stride + (paged() ? 0 : request * batch_stride);
@@ -163,7 +163,7 @@ struct PrefillTile {
     for (int index = thread; index < kKeys * kNarrowUnits; index += kPrefillThreads) {
       const int row = index / kNarrowUnits;
       const int unit = index - row * kNarrowUnits;
-      const int slot = slots[half * kKeys + row];
+      const int slot = tile_slots[row];
       const bool exists = slot >= 0 && unit * 16 < dim();
       copy_async(target + index * 16, base + (exists ? slot * slot_stride + unit * 16 : 0), exists);
     }
@@ -189,13 +189,13 @@ struct PrefillTile {
     const float* v = p.v_scale + kv_head + (paged() ? 0 : request * p.v_scale_batch_stride);
     return make_float2(k[slot * p.k_scale_stride] * kWidenedUnit, v[slot * p.v_scale_stride] * kWeightUnit);
   }
-  /// This thread's key's scales to their place beside half `half` of `slots`.
-  __device__ __forceinline__ void store_scales(int half, float2 scale) const {
+  /// This thread's key's scales to their place beside `tile_slots`.
+  __device__ __forceinline__ void store_scales(const int* tile_slots, float2 scale) const {
     if (thread >= kKeys) return;
-    scales_of(half)[thread] = scale.x;
-    scales_of(half)[kKeys + thread] = scale.y;
+    scales_of(tile_slots)[thread] = scale.x;
+    scales_of(tile_slots)[kKeys + thread] = scale.y;
   }
-  __device__ __forceinline__ float* scales_of(int half) const { return scales + 2 * kKeys * half; }
+  __device__ __forceinline__ float* scales_of(const int* tile_slots) const { return scales + 2 * (tile_slots - slots); }
 
   using Scores = float[kRowTiles][kKeyTiles][4];
 
