@@ -33,7 +33,7 @@ from astrai_core.config.model import ModelConfig
 from astrai_core.model.transformer import CausalLM
 from astrai_core.types import Request
 from astrai_infer import EngineConfig, InferenceEngine
-from astrai_infer.bench import PRESET
+from astrai_infer.bench import PRESET, step_bytes
 from astrai_infer.runtime.packed import Staging
 from astrai_infer.task import Task
 from astrai_infer.testing import byte_tokenizer
@@ -81,17 +81,6 @@ def build_engine(model: CausalLM, graphs: bool | None, **config: Any) -> Inferen
     """Build an engine that reuses no prefix, since the prompts of a benchmark must be computed."""
     settings = EngineConfig(prefix_cache=False, cuda_graphs=graphs, **config)
     return InferenceEngine(model, byte_tokenizer(), settings)
-
-
-def step_bytes(model: CausalLM, batch: int, kv_len: float) -> float:
-    """Bytes that a decode step must read: each weight once (a table that is only gathered from, not at all), and the
-    keys and values of `batch` sequences of `kv_len`."""
-    config = model.config
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    if not config.tie_word_embeddings:
-        weights -= model.model.embed_tokens.weight.nbytes
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    return weights + batch * kv_len * token
 
 
 def submit(engine: InferenceEngine, n: int, prompt_len: int, max_tokens: int, seed: int = 1) -> list[Task]:
@@ -179,7 +168,7 @@ def decode(engine: InferenceEngine, batch: int, copy_rate: float) -> dict[str, A
         elapsed = seconds(run)
     drain(engine)
     rate = batch * NEW_TOKENS / elapsed
-    limit = batch * copy_rate * 1e9 / step_bytes(engine.model, batch, PROMPT_LEN + WARM_STEPS + NEW_TOKENS / 2)
+    limit = batch * copy_rate * 1e9 / step_bytes(engine, batch, PROMPT_LEN + WARM_STEPS + NEW_TOKENS / 2)
     late = sorted((1e3 * seconds_, i) for i, seconds_ in enumerate(whole))[-4:]
     return {
         "part": "decode",
@@ -321,7 +310,7 @@ def measure(options: argparse.Namespace, name: str, copy_rate: float) -> list[di
         print(table([rows[-1]], list(rows[-1])), flush=True)
 
     graphs = False if options.no_graphs else None
-    build = functools.partial(build_engine, model, graphs, deterministic=options.deterministic)
+    build = functools.partial(build_engine, model, graphs, deterministic=options.deterministic, kv_dtype=options.kv)
     start = time.perf_counter()
     if options.profile or "decode" in parts:
         batches = options.batch or ([1] if options.profile else [1, 8, 32, 128])
@@ -379,6 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel by itself")
     parser.add_argument("--deterministic", action="store_true", help="decode in deterministic mode")
+    parser.add_argument("--kv", default="auto", help="type of keys and values, such as float8_e4m3fn (default: auto)")
     parser.add_argument("--profile", action="store_true", help="only list the kernels of a decode step")
     parser.add_argument("--device", default="cuda", help="where (default: cuda)")
     parser.add_argument("--out", type=Path, help="folder for engine.json")

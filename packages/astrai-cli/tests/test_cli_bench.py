@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ def test_json_holds_every_figure_with_its_sizes(run: Any, config: str) -> None:
     for row in report["results"]:
         tokens = row["batch"] * (4 if row["what"] == "decode" else 20)
         assert row["tokens_per_s"] == pytest.approx(tokens / row["seconds"])
+    limits = [row["limit_tokens_per_s"] for row in report["results"]]
+    assert limits[2:] == [None, None], "prefill is bound by arithmetic"
+    assert 1.5 * limits[0] < limits[1] < 3 * limits[0], "three sequences share the weights, not keys and values"
 
 
 def test_prompts_beyond_2048_fit(run: Any, config: str) -> None:
@@ -50,6 +54,7 @@ def test_prompts_beyond_2048_fit(run: Any, config: str) -> None:
     )
     assert shown.exit_code == 0, shown.stderr
     assert "prompt 5000" in shown.stdout
+    assert re.search(r"tokens/s +\d+% of what the memory's rate allows$", shown.stdout.strip())
 
 
 def test_transformers_stands_beside(run: Any, config: str) -> None:

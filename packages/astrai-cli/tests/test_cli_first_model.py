@@ -90,6 +90,15 @@ def test_a_folder_that_exists_is_not_taken(tmp_path: Path) -> None:
     assert free_folder(tmp_path / "run") == tmp_path / "run-3"
 
 
+def test_a_training_that_is_stopped_early_says_nothing_of_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C before the first test: there is no loss to tell."""
+    from astrai_cli.first_model import _loss_lines
+    from astrai_train import TrainResult
+
+    _loss_lines(3.0).on_train_end(None, TrainResult(1, Path("step_1"), "SIGINT"))
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.slow
 def test_quickstart_trains_and_writes(
     run: Any, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,10 +35,7 @@ FLAGS = {
         *"--max-queue --request-timeout --drain-timeout --max-body-bytes --tool-call-parser".split(),
         *"--reasoning-parser --pooling --vllm-metrics --access-log".split(),
     ],
-    "bench": [
-        *"what --compare --trials --json --batch -b --prompt-len --new-tokens".split(),
-        *"--model -m --config --device --dtype --backend --threads".split(),
-    ],
+    "bench": [],
     "tokenizer": [],
     "preprocess": ["config", "--output", "-o", "--overwrite", "--workers", "--json"],
     "data": [],

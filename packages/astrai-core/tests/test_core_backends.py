@@ -162,7 +162,7 @@ def test_the_backends_by_name_and_their_order(by_hand):
         ((CUDA, 72, BF16, BF16), "head_dim is 72, the kernels know 64, 128; use the backend torch_native"),
         (
             (CUDA, 64, FP32, FP32),
-            "dtype torch.float32 .* take float16 or bfloat16, the same for both; load the model in",
+            "dtype torch.float32 .* take float16 or bfloat16, .* for the cache; load the model in",
         ),
         ((CUDA, 64, BF16, FP32), "dtype torch.bfloat16 and the KV cache torch.float32"),
     ],

@@ -302,6 +302,8 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
 
     refused(ConfigError, "field 'use_dora': True is not supported", use_dora=True)
     refused(ConfigError, "field 'bias': 'all' is not supported", bias="all")
+    refused(ConfigError, "field 'init_lora_weights': 'pissa' is not supported; merge", init_lora_weights="pissa")
+    refused(ConfigError, "field 'use_qalora': True is not supported", use_qalora=True)
     refused(ConfigError, "field 'modules_to_save'", modules_to_save=["lm_head"])
     refused(ConfigError, "field 'rank_pattern'", rank_pattern={"q_proj": 2})
     refused(ConfigError, "field 'peft_type': 'IA3' is not supported", peft_type="IA3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,12 @@ def test_the_scanner_finds_the_end_of_any_json(value: Any) -> None:
             '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>',
             [ToolCall(0, "f", '{"x": "</tool_call>"}')],
         ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}',
+            [Content('<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}')],
+        ),
+        ("mistral", '[TOOL_CALLS]f{"x": "\\udc00"}', [Content('[TOOL_CALLS]f{"x": "\\udc00"}')]),
         ("hermes", '{"name": "f", "arguments": {}}', [Content('{"name": "f", "arguments": {}}')]),
         ("llama3_json", '{"name": "f", "parameters": {"x": "y"}}', [ToolCall(0, "f", '{"x": "y"}')]),
         (
@@ -162,3 +169,15 @@ def test_only_what_could_begin_a_mark_is_held_back() -> None:
 )
 def test_the_format_is_read_from_the_template(template: str, format: str | None) -> None:
     assert format_of(template) == format
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+def test_marks_that_never_close_cost_little(name: str) -> None:
+    """Rule 23: thousands of marks without a call behind them are text, read in a moment and the same however cut."""
+    mark = FORMATS[name].open
+    text = f'{mark}{{"a": ' * 4000 + f'{mark}{{"name": "f"}}'
+    before = time.process_time()
+    assert read(PARSERS[name](), [text]) == [Content(text)]
+    assert time.process_time() - before < 2, "each mark looked at all that follows"
+    some = f"{mark}{{ " * 20 + f'{mark}{{"name": "f"}}'
+    assert read(PARSERS[name](), list(some)) == read(PARSERS[name](), [some]) == [Content(some)]

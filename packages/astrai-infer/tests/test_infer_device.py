@@ -127,8 +127,9 @@ def check_equal(ours: list[Completion], theirs: list[Completion]) -> None:
         {"max_num_seqs": 5, "max_batch_tokens": 24, "n_pages": 9},
         {"max_num_seqs": 3, "max_batch_tokens": 300, "page_size": 1, "prefix_cache": False},
         {"max_num_seqs": 4, "max_batch_tokens": 40, "prefix_cache": False, "model": WINDOWED},
+        {"max_num_seqs": 4, "max_batch_tokens": 24, "kv_dtype": "float8_e4m3fn"},
     ],
-    ids=["chunks", "preemption", "wide", "window"],
+    ids=["chunks", "preemption", "wide", "window", "fp8"],
 )
 def test_the_road_of_the_device_gives_the_same_answers(config, how):
     """Rules 1-4, rows G4, S4-S7: padded to buckets, tokens kept on the device, tables sent as changes, one step ahead,
@@ -196,8 +197,8 @@ def test_guessing_changes_no_token(config, captured):
     assert engine.scheduler.n_steps < plain.scheduler.n_steps or "n_pages" in config
 
 
-def test_right_guesses_save_steps():
-    """A text that repeats itself comes several tokens a step."""
+def test_right_guesses_save_steps_and_wrong_ones_give_their_slots_back():
+    """A text that repeats itself comes several tokens a step; now and then it changes its mind."""
     engine = device_engine(None, speculation=SPECULATION, max_num_seqs=8, max_batch_tokens=32)
     phrase = list(b"the cat sat on the mat and the dog sat on the log; ")
 
@@ -205,16 +206,24 @@ def test_right_guesses_save_steps():
         positions = position_ids if logit_rows is None else position_ids[logit_rows]
         logits = torch.zeros(len(positions), engine.model.config.vocab_size)
         for row, position in zip(logits, positions.tolist(), strict=True):
-            row[phrase[(position + 1) % len(phrase)]] = 9.0
+            row[said(position + 1)] = 9.0
         return CausalLMOutput(logits, logits)
+
+    def said(position):
+        return phrase[position % len(phrase)] if position % 61 else 90
 
     engine.model.forward_paged = parrot
     request = Request(
         prompt_token_ids=tuple(phrase), params=SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
     )
-    (completion,) = engine.scheduler.run_batch([request])
-    assert list(completion.token_ids) == [phrase[(len(phrase) + i) % len(phrase)] for i in range(150)]
-    assert engine.scheduler.n_steps < 150 / 4
+    finals: list[Any] = []
+    engine.scheduler.submit(engine.tasks.make(request, finals.append))
+    while engine.scheduler.step():
+        for task in engine.scheduler.running:
+            assert engine.pool.length(task.row) == task.computed_len, "slots of wrong guesses went back"
+    completion = finals[-1].completion
+    assert list(completion.token_ids) == [said(len(phrase) + i) for i in range(150)]
+    assert engine.scheduler.n_steps < 150 / 3
 
 
 def test_every_tensor_of_a_shape_stays_where_it_is():

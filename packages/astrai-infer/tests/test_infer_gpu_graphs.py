@@ -22,6 +22,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "max_position_embeddings": 2048}
 
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "head_dim": 64,
+}
+
 
 @pytest.fixture(scope="module")
 def model() -> CausalLM:
@@ -264,3 +273,33 @@ def test_deterministic_answers_do_not_depend_on_the_batch(model, graphs):
         alone = [answers(engine.scheduler.run_batch([request]))[0] for request in asked]
     assert together == warm == in_chunks == alone
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@torch.no_grad()
+def test_a_model_with_experts_runs_without_graphs():
+    """Rule 9: how many tokens each expert gets is read back, which no capture allows: by default such a model runs as it
+    is, and asked for graphs the engine refuses."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    served = AutoModel.from_config(tiny_config(**SIZES, **EXPERTS), "bfloat16", "cuda", generator).eval()
+    with pytest.raises(ConfigError, match="a model with experts cannot be captured"):
+        engine_of(served, cuda_graphs=True)
+    with engine_of(served) as engine:
+        assert len(executor_of(engine).graphs) == 0
+        completions = engine.scheduler.run_batch(requests(5))
+    assert [len(completion.token_ids) for completion in completions] == [20 + i for i in range(5)]
+
+
+def test_fp8_keys_and_values(model):
+    """Graphs and eager agree bit by bit on float8_e4m3fn too; first tokens have about the log-probabilities of bf16."""
+    asked = requests(9)
+    with engine_of(model) as engine:
+        wide = answers(engine.scheduler.run_batch(asked))
+    with (
+        engine_of(model, kv_dtype="float8_e4m3fn") as captured,
+        engine_of(model, kv_dtype="float8_e4m3fn", cuda_graphs=False) as eager,
+    ):
+        expected = answers(eager.scheduler.run_batch(asked))
+        for _ in range(3):
+            assert answers(captured.scheduler.run_batch(asked)) == expected
+    firsts = torch.tensor([[a[1][0], b[1][0]] for a, b in zip(wide, expected, strict=True)])
+    assert (firsts[:, 0] - firsts[:, 1]).abs().mean() < 0.3

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import re
+import select
 import shutil
 import time
 from collections.abc import Iterator
@@ -45,13 +46,16 @@ class Tab:
 
     def __init__(self, profile: Path) -> None:
         assert BROWSER is not None, "the tests are skipped"
-        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for pair in (os.pipe(), os.pipe()) for end in pair]
+        low = [*os.pipe(), *os.pipe()]
+        ends = [
+            fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low
+        ]  # away from 3 and 4, which the browser reads
         command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         command += ["--remote-debugging-pipe", f"--user-data-dir={profile}", "--disable-background-networking"]
         null = os.open(os.devnull, os.O_RDWR)
         moves = [(os.POSIX_SPAWN_DUP2, end, fd) for end, fd in ((null, 1), (null, 2), (ends[0], 3), (ends[3], 4))]
         self._pid = os.posix_spawn(BROWSER, command, os.environ, file_actions=moves)
-        for end in (null, ends[0], ends[3]):
+        for end in (null, *low, ends[0], ends[3]):
             os.close(end)
         self._out, self._in = os.fdopen(ends[1], "wb", 0), os.fdopen(ends[2], "rb", 0)
         self._rest = b""
@@ -66,11 +70,9 @@ class Tab:
             self.send(f"{domain}.enable")
 
     def close(self) -> None:
-        self._session = {}
-        self.send("Browser.close")
-        os.waitpid(self._pid, 0)
-        self._out.close()
+        self._out.close()  # which ends the browser
         self._in.close()
+        os.waitpid(self._pid, 0)
 
     def send(self, method: str, **params: Any) -> Any:
         """Call a method and return its result; what happens meanwhile is kept."""
@@ -84,6 +86,7 @@ class Tab:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            assert select.select([self._in], [], [], 30)[0], "the browser does not answer"
             data = self._in.read(1 << 20)
             assert data, "the browser ended"
             self._rest += data
@@ -266,7 +269,9 @@ class TestInBrowser:
             else:
                 tab.key("n", alt=True)
             tab.wait("!running")
+            end = time.monotonic() + 10
             while live.serving.client.n_open:
+                assert time.monotonic() < end, "the engine goes on"
                 time.sleep(0.01)
             if by == "new chat":
                 assert tab.js("turns.length + document.querySelectorAll('.turn').length") == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +153,13 @@ def write_rows(tmp_path: Path, byte_tokenizer: Any) -> Callable[..., Path]:
         return tmp_path / name
 
     return make
+
+
+@pytest.fixture
+def small_disk() -> Iterator[None]:
+    """No file of this process grows beyond 8 KB: writes fail where they fail on a full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -125,6 +125,51 @@ def test_retention_never_deletes_the_last_good_one(model: Any, tmp_path: Path, m
     assert saved.newest() == (3, tmp_path / "step_3")
 
 
+def test_retention_does_not_count_what_was_skipped(model: Any, tmp_path: Path) -> None:
+    """A run goes on from before a checkpoint whose contents changed: that one has its size, and is not the newest."""
+    saved = store(tmp_path, keep=1)
+    saved.save(10, model, state_of(model, 10))
+    shutil.copytree(tmp_path / "step_10", tmp_path / "step_30")
+    flip_bit(tmp_path / "step_30")
+    saved.save(20, model, state_of(model, 20))
+    assert steps(tmp_path) == [20, 30]
+    assert saved.newest() == (20, tmp_path / "step_20")
+
+
+@pytest.mark.parametrize("part", ["weights", "plain", "tensors"])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_disk_that_is_full_is_told(
+    model: Any, tmp_path: Path, small_disk: None, part: str, asynchronous: bool
+) -> None:
+    """Training rule 6: safetensors, torch.save and torch's sharded files each hide the system's error; nothing is left."""
+    plain = {"text": "x" * (16 << 10)} if part == "plain" else {}
+    tensors = {"m/a": torch.zeros(16 << 10)} if part == "tensors" else {}
+    small = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "head_dim": 4}
+    if part != "weights":
+        model = AutoModel.from_config(ModelConfig.from_dict(CONFIG | small), device="cpu")
+    saved = store(tmp_path, asynchronous=asynchronous)
+    with pytest.raises(CheckpointError, match="step_1: cannot write: File too large; "):
+        saved.save(1, model, TrainingState(plain, tensors))
+        saved.wait()
+    saved.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_fails_unforeseen_is_told_by_one_error(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every rank: those that wait hear of it."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr(checkpoint_module, "write_pretrained", fail)
+    with pytest.raises(CheckpointError, match=r"a save failed \(ZeroDivisionError: by nothing\); resume") as caught:
+        store(tmp_path).save(1, model, state_of(model, 1))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert list(tmp_path.iterdir()) == []
+
+
 def full_disk(*args: Any, **options: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -181,6 +226,10 @@ def test_what_a_kill_left_behind_is_removed(model: Any, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     saved.clean()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_1"]
+    for name in (".ema.0123abcd.tmp", ".ema.89ab0123.old", ".emails.tmp"):
+        (tmp_path / name).mkdir()
+    saved.export(model, tmp_path / "ema")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".emails.tmp", "ema", "notes", "step_1"]
 
 
 def test_another_format_is_refused(model: Any, tmp_path: Path) -> None:

@@ -237,6 +237,15 @@ def test_a_cache_through_a_file(tmp_path: Path) -> None:
         CachedLogprobs.load(path, "digest", cpu)
 
 
+def test_a_cache_that_cannot_be_written(tmp_path: Path, small_disk: None) -> None:
+    """safetensors hides the system's error; nothing half-written is left."""
+    keys = np.arange(4000, dtype=np.uint64)
+    cache = CachedLogprobs(keys, np.zeros(4000, np.float32), torch.device("cpu"))
+    with pytest.raises(CheckpointError, match=r"cache.safetensors: cannot write: File too large; "):
+        cache.save(tmp_path / "cache.safetensors", "digest")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture
 def pair_recipe(run_recipe: Any, write_rows: Any) -> Callable[..., TrainConfig]:
     """Function from changes to a small DPO run on six pairs."""

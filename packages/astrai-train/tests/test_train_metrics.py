@@ -14,6 +14,7 @@ from rich.console import Console
 
 from astrai_core import AutoModel, ModelConfig
 from astrai_core.config.lora import LoRAConfig
+from astrai_core.errors import DataError
 from astrai_core.model.lora import apply_lora
 from astrai_train import TrainConfig
 from astrai_train.callbacks.metrics_file import keep_lines
@@ -80,6 +81,9 @@ def test_lines_of_steps_that_are_done_again_go(tmp_path: Path) -> None:
     keep_lines(path, 3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
     keep_lines(tmp_path / "none.jsonl", 3)
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"metrics.jsonl:2: not valid JSON: .*; remove the line"):
+        keep_lines(path, 3)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from astrai_core.errors import ConfigError, DataError, MissingDependencyError
 from astrai_train.data.preprocess import files
 from astrai_train.data.preprocess.config import PreprocessConfig
-from astrai_train.data.preprocess.run import Summary, preprocess
+from astrai_train.data.preprocess.part import Summary
+from astrai_train.data.preprocess.run import preprocess
 from astrai_train.data.store import TokenStore
 
 Run = Callable[..., tuple[TokenStore, Summary]]
@@ -305,14 +306,14 @@ def test_a_stopped_run_goes_on(
     preprocess(config, tmp_path / "straight", byte_tokenizer)
     make_part, made = module.make_part, []
 
-    def stopping(job: Any, encoder: Any, number: int) -> Summary:
+    def stopping(job: Any, encoder: Any, number: int, piece: files.Piece) -> Summary:
         if number == 3 and not made:
             raise KeyboardInterrupt
         made.append(number)
-        return make_part(job, encoder, number)
+        return make_part(job, encoder, number, piece)
 
-    monkeypatch.setattr(module, "make_part", lambda job, encoder, number: (
-        make_part(job, encoder, number) if number < 3 else (_ for _ in ()).throw(KeyboardInterrupt)
+    monkeypatch.setattr(module, "make_part", lambda job, encoder, number, piece: (
+        make_part(job, encoder, number, piece) if number < 3 else (_ for _ in ()).throw(KeyboardInterrupt)
     ))  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         preprocess(config, tmp_path / "resumed", byte_tokenizer)

@@ -15,7 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from astrai_core import AutoModel, ModelConfig
+from astrai_core.config.lora import LoRAConfig
 from astrai_core.errors import ConfigError
+from astrai_core.model.lora import apply_lora
 from astrai_train import TrainConfig, compilation
 from astrai_train.data.collate import Span, TrainBatch, collate
 from astrai_train.metrics.memory_estimate import estimate_memory
@@ -314,6 +316,31 @@ def test_estimate_by_hand(recipe: Recipe) -> None:
         torch.device("cpu")
     )
     assert line.startswith("memory: about ") and "activations" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("strategy", "adapted", "copies"),
+    [
+        ({"reference": "auto"}, False, 1),
+        ({"reference": "cached"}, False, 0),
+        ({"loss": "simpo"}, False, 0),
+        ({"reference": "auto"}, True, 0),
+        ({"reference": "copy"}, True, 1),
+    ],
+)
+def test_a_reference_is_estimated_where_there_is_one(
+    recipe: Recipe, strategy: dict[str, Any], adapted: bool, copies: int
+) -> None:
+    """Beside adapters too, if a copy was asked for."""
+    model = make_model()
+    n = sum(parameter.numel() for parameter in model.parameters())
+    changes: dict[str, Any] = {"model": {"pretrained": "any"}, "strategy": {"name": "dpo", **strategy}}
+    if adapted:
+        changes["lora"] = {"rank": 4}
+        apply_lora(model, LoRAConfig(rank=4))
+    config = TrainConfig.from_dict(recipe({**changes, "precision": {"dtype": "fp32"}}))
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    assert estimate_memory(config, model).weights == 4 * (whole + copies * n)
 
 
 def test_less_is_estimated_for_recomputation(recipe: Recipe) -> None:

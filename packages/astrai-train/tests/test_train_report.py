@@ -55,6 +55,24 @@ class Stop(Callback):
             raise RuntimeError("the <power> failed")
 
 
+def test_a_report_that_cannot_be_written_hides_no_error(run_recipe: Recipe, tmp_path: Path) -> None:
+    """What ended the run is raised; the callbacks behind the report hear of it too."""
+    heard: list[BaseException] = []
+
+    class Break(Stop):
+        def on_step_end(self, context: Any, record: Any) -> None:
+            if record.step == self.step:
+                (context.run_dir / "metrics.jsonl").write_text("torn\n")
+            super().on_step_end(context, record)
+
+        def on_error(self, context: Any, error: BaseException) -> None:
+            heard.append(error)
+
+    with pytest.raises(RuntimeError, match="the <power> failed"):
+        train(TrainConfig.from_dict(run_recipe()), callbacks=[Break(2)])
+    assert [type(error) for error in heard] == [RuntimeError]
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

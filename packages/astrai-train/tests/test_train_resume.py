@@ -75,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     "average of the weights": {"ema_decay": 0.9},
     "average of bf16 weights": {"ema_decay": 0.9, "precision.dtype": "bf16"},
     "recomputation": {"precision.activation_checkpointing": "full", "model.architecture.attention_dropout": 0.2},
+    "rotary pairs": {"model.architecture.rope_interleave": True},
     "muon": {"optimizer": {"name": "muon_adamw", "lr": 1e-2}},
     "mano": {"optimizer": {"name": "mano_adamw", "lr": 1e-2}},
     "nora": {"optimizer": {"name": "nora_nadamw", "lr": 1e-2}},
@@ -183,13 +184,14 @@ def test_a_damaged_checkpoint_is_skipped(run_recipe: Recipe, tmp_path: Path, cap
         ("data.shuffle_seed", 5, "the data's seed is 5"),
         ("data.seq_len", 16, "cannot resume"),
         ("optimizer.lr", 5e-3, "lr"),
+        ("model.architecture", {"attention_dropout": 0.2}, "attention_dropout is 0.2, the checkpoint's 0.0; resume"),
     ],
 )
 def test_other_data_or_settings_are_refused(run_recipe: Recipe, field: str, value: Any, message: str) -> None:
     train(TrainConfig.from_dict(run_recipe({"max_steps": 1})))
     changed = run_recipe({"max_steps": 2})
     group, name = field.split(".")
-    changed[group][name] = value
+    changed[group][name] = changed[group][name] | value if isinstance(value, dict) else value
     with pytest.raises(AstraiError, match=message):
         build(TrainConfig.from_dict(changed), resume=True)
 

@@ -82,6 +82,20 @@ def test_early_stopping_leaves_the_best(
     assert kept(tmp_path / "run") == [2, 4]
 
 
+def test_a_loss_that_is_no_number_is_no_best(
+    run_recipe: Recipe, text_store: Path, tmp_path: Path, losses: dict[int, float]
+) -> None:
+    losses |= {1: float("nan"), 2: 3.0, 3: float("nan")}
+    changes = {
+        "max_steps": 3,
+        "eval_interval": 1,
+        "data.valid": [{"path": str(text_store)}],
+        "checkpoint": {"interval": 100, "keep": 1, "keep_best": True},
+    }
+    train(TrainConfig.from_dict(run_recipe(changes)))
+    assert kept(tmp_path / "run") == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -89,6 +103,8 @@ def test_early_stopping_leaves_the_best(
         ({"checkpoint.keep": None, "checkpoint.keep_every": 1000}, "keep null keeps every checkpoint"),
         ({"checkpoint.keep": None, "checkpoint.keep_best": True}, "keep null keeps every checkpoint"),
         ({"checkpoint.keep_best": True}, "keep_best needs evaluations; set eval_interval"),
+        ({"data.valid": [{"path": "x"}]}, "data.valid is never looked at; set eval_interval or remove data.valid"),
+        ({"log": {"metrics": ["loss"], "grad_snr_beta": 0.9}}, "grad_snr_beta': metrics does not list grad_snr"),
     ],
 )
 def test_what_has_no_effect_is_refused(

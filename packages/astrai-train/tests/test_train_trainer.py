@@ -272,6 +272,16 @@ def test_a_run_is_not_overwritten(run_recipe: Recipe) -> None:
         build(TrainConfig.from_dict(recipe))
 
 
+def test_a_run_that_could_not_begin_is_none(run_recipe: Recipe, tmp_path: Path) -> None:
+    """A mistake that is mended needs no --resume; a directory that cannot be made is the recipe's mistake."""
+    with pytest.raises(ConfigError, match=r"data\.seq_len"):
+        build(TrainConfig.from_dict(run_recipe({"data.seq_len": 129})))
+    run(run_recipe({"max_steps": 1}))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"field 'output_dir': .*file/run: Not a directory; choose"):
+        build(TrainConfig.from_dict(run_recipe({"output_dir": str(tmp_path / "file" / "run")})))
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,15 @@ def test_one_rank_is_one_process(run_recipe: Callable[..., dict[str, Any]], tmp_
         trainer.context.parallel.world.leave()
         assert not distributed.is_initialized()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_ranks_wait_for_what_rank_0_does_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scoring the reference of a large data set takes longer than torch's half an hour."""
+    given: list[dict[str, Any]] = []
+    make = distributed.new_group
+    monkeypatch.setattr(distributed, "new_group", lambda **options: given.append(options) or make(**options))
+    World.join("ddp", "cpu", {}).leave()
+    assert [options["timeout"] >= timedelta(hours=24) for options in given] == [True, True]
 
 
 def test_an_error_of_rank_0_is_everybody_s() -> None:

@@ -199,6 +199,8 @@ def _loss_lines(bytes_per_token: float) -> Callback:
             self._line(found.step, found.loss)
 
         def on_train_end(self, context: Any, result: Any) -> None:
+            if result.stopped_by is not None:
+                return
             bits = self.last / math.log(2) / bytes_per_token
             click.echo(
                 f"\nOn pages that it never saw, the loss of a token is {self.last:.2f} ({bits:.2f} bits a character); "

@@ -32,7 +32,7 @@ COMMANDS = {
     "chat": Entry("chat:chat", "Talk to a model.", USE),
     "generate": Entry("generate:generate", "Complete one prompt, or a file of them.", USE),
     "serve": Entry("serve:serve", "Serve a model over HTTP: the OpenAI and Anthropic APIs.", USE),
-    "bench": Entry("bench:bench", "Measure decode, prefill and start-up speed, beside transformers.", USE),
+    "bench": Entry("bench:bench", "Measure the engine beside transformers, or a server under load.", USE),
     "tokenizer": Entry("tokenizer:tokenizer", "Train a tokenizer on text.", MAKE),
     "preprocess": Entry("preprocess:preprocess", "Turn text, chats or preferences into tokens to train on.", MAKE),
     "data": Entry("data:data", "Look at tokens to train on.", MAKE),

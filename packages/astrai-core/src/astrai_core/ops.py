@@ -137,6 +137,8 @@ def qkv_norm_rope_write(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Do :func:`qkv_norm_rope`, write k and v into the pool and return q ``[tokens, n_heads, head_dim]``.
 
@@ -146,8 +148,11 @@ def qkv_norm_rope_write(
         ``[size, n_kv_heads, head_dim]``; k and v are rounded to their dtype.
     out_cache_loc
         ``[tokens]`` int64: slot of each token.
+    k_scale, v_scale
+        ``[size, n_kv_heads]`` fp32, for buffers of float8_e4m3fn: set to the largest magnitude of each token and head over
+        448, by which k and v are divided.
     """
-    if _by_kernel(qkv) and k_buffer.dtype == qkv.dtype:
+    if _by_kernel(qkv) and (k_buffer.dtype == qkv.dtype or k_scale is not None):
         return kernels.module("qkv").qkv_norm_rope_write(
             qkv,
             None if rope is None else rope.position_ids,
@@ -162,11 +167,23 @@ def qkv_norm_rope_write(
             k_norm=k_norm,
             eps=eps,
             interleaved=rope is not None and rope.interleaved,
+            **({} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}),
         )
     q, k, v = qkv_norm_rope(qkv, n_heads, n_kv_heads, rope=rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
-    k_buffer.index_copy_(0, out_cache_loc, k.to(k_buffer.dtype))
-    v_buffer.index_copy_(0, out_cache_loc, v.to(v_buffer.dtype))
+    _write_slots(k_buffer, k_scale, out_cache_loc, k)
+    _write_slots(v_buffer, v_scale, out_cache_loc, v)
     return q
+
+
+def _write_slots(buffer: Tensor, scales: Tensor | None, locs: Tensor, rows: Tensor) -> None:
+    if scales is None:
+        buffer.index_copy_(0, locs, rows.to(buffer.dtype))
+        return
+    wide = rows.float()
+    scale = wide.abs().amax(-1) / torch.finfo(buffer.dtype).max
+    narrow = (wide * torch.where(scale > 0, 1 / scale, 0.0).unsqueeze(-1)).to(buffer.dtype)
+    scales.index_copy_(0, locs, scale)
+    buffer.view(torch.uint8).index_copy_(0, locs, narrow.view(torch.uint8))  # torch moves no float8 by index on a CPU
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:

@@ -6,12 +6,13 @@ the prompt and the tokens to be generated, whatever they are.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class Measurement:
     """Of one trial."""
     tokens_per_s: float
     """Generated (decode) or fed (prefill) tokens of all sequences per second."""
+    limit_tokens_per_s: float | None = None
+    """Of decode: what a plain copy's rate would allow, for the bytes that every step must read."""
 
     @classmethod
     def of(
@@ -83,6 +86,31 @@ def prompts(batch: int, prompt_len: int, vocab_size: int) -> list[list[int]]:
     return torch.randint(0, vocab_size, (batch, prompt_len), generator=generator).tolist()
 
 
+def step_bytes(engine: InferenceEngine, batch: int, kv_len: float) -> float:
+    """Bytes that a decode step must read: each weight once (a table that is only gathered from, not at all), and the
+    keys and values of `batch` sequences of `kv_len`."""
+    model = engine.model
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if not model.config.tie_word_embeddings:
+        weights -= model.model.embed_tokens.weight.nbytes
+    return weights + batch * kv_len * sum(group.spec.token_bytes for group in engine.pool.groups)
+
+
+@functools.lru_cache
+def copy_rate(device: torch.device) -> float:
+    """Measure how many bytes a second an elementwise kernel reads and writes there, the best of some rounds."""
+    source = torch.ones(1 << 25, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(8):
+        synchronize(device)
+        start = time.perf_counter()
+        torch.neg(source, out=target)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * source.nbytes / best
+
+
 class EngineBench:
     """Times an engine's steps on one model.
 
@@ -100,13 +128,17 @@ class EngineBench:
 
     def decode(self, batch: int, prompt_len: int, new_tokens: int, trials: int) -> Measurement:
         """Time `trials` stretches of `new_tokens` steps after the prompts are in."""
-        total_len = prompt_len + WARM_STEPS + new_tokens * trials
+        # An engine that runs ahead has a token more on its way than it tells of.
+        total_len = prompt_len + WARM_STEPS + new_tokens * trials + 2
         engine = self._engine(batch, prompt_len, total_len)
         step = self._submit(engine, batch, prompt_len, total_len - prompt_len)
         while any(task.output_len < WARM_STEPS for task in engine.scheduler.running) or engine.scheduler.n_steps == 0:
             step()
         seconds = [self._timed(lambda: [step() for _ in range(new_tokens)]) for _ in range(trials)]
-        return Measurement.of("decode", "astrai", batch, prompt_len, new_tokens, seconds)
+        kv_len = prompt_len + WARM_STEPS + new_tokens * trials / 2
+        limit = batch * copy_rate(self.model.device) / step_bytes(engine, batch, kv_len)
+        found = Measurement.of("decode", "astrai", batch, prompt_len, new_tokens, seconds)
+        return replace(found, limit_tokens_per_s=limit)
 
     def prefill(self, batch: int, prompt_len: int, trials: int) -> Measurement:
         """Time `trials` rounds from the queue to the first token of every sequence."""

@@ -41,6 +41,9 @@ from astrai_infer.wire import (
 if TYPE_CHECKING:
     from astrai_infer.engine import InferenceEngine
 
+AT_ONCE = 32
+"""Replies that are handed on in one turn of the event loop: each wakes a task that writes to a socket."""
+
 STOP_S = 10.0
 """How long a closed engine may take to end before its process is killed."""
 
@@ -84,7 +87,7 @@ class Generation:
         Raises
         ------
         EngineError
-            If a step failed, or the engine is gone.
+            If the engine is gone; a choice that a failed step ended says so in its :class:`~astrai_infer.wire.End`.
         """
         while not self._pieces:
             if self._error is not None:
@@ -95,9 +98,6 @@ class Generation:
             await self._arrived.wait()
         pieces = list(self._pieces)
         self._pieces.clear()
-        for piece in pieces:
-            if piece.end is not None and piece.end.error is not None:
-                raise EngineError(piece.end.error)
         return pieces
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class EngineClient:
         if isinstance(first, Failed):
             raise _error(first.kind, first.message)
         assert isinstance(first, Ready), "the first reply says how loading went"
-        self.info, self.health = first.info, batch.health
+        self.info, self.health, self._heard_s = first.info, batch.health, time.monotonic()
         for reply in batch.replies[1:]:
             self._dispatch(reply)
 
@@ -248,7 +248,7 @@ class EngineClient:
         try:
             await self._ask(key, Submit(key, request))
         except BaseException:
-            generation.n_open -= params.n
+            generation.n_open -= self._open.get(key, 0)  # some may have ended by now
             self.forget(key, abort=True)
             raise
 
@@ -274,10 +274,10 @@ class EngineClient:
 
     async def close(self) -> None:
         """End the engine's process or thread; what is running fails. Idempotent."""
+        self._fail("the engine was closed")
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._fail("the engine was closed")
         self._writer.close()
         await asyncio.to_thread(self.worker.join, STOP_S)
         if isinstance(self.worker, multiprocessing.process.BaseProcess) and self.worker.is_alive():
@@ -300,10 +300,14 @@ class EngineClient:
                 batch: Batch = await receive(self._reader)
                 self._heard_s = time.monotonic()
                 self.health = batch.health
-                for reply in batch.replies:
+                for i, reply in enumerate(batch.replies, 1):
                     self._dispatch(reply)
+                    if not i % AT_ONCE:
+                        await asyncio.sleep(0)
         except (asyncio.IncompleteReadError, ConnectionError):
             self._fail("the engine's process ended; restart the server")
+        finally:
+            self._fail("the server stopped listening to the engine; restart it")  # nobody waits for ever
 
     def _dispatch(self, reply: Reply) -> None:
         if isinstance(reply, Piece):

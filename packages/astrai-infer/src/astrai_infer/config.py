@@ -36,8 +36,9 @@ class EngineConfig(BaseConfig):
     memory_fraction: float = Field(default=0.85, gt=0, le=1)
     """Share of the free memory of a CUDA device, after the weights, that the engine may take: for the KV cache, and for
     what its steps need."""
-    kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Storage type of keys and values; "auto" is the model's."""
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "float8_e4m3fn"] = "auto"
+    """Storage type of keys and values; "auto" is the model's. float8_e4m3fn halves their memory and, for many or long
+    sequences, most of the time of attention; each token and head has a scale of its own."""
     deterministic: bool = False
     """Sum in an order that depends on a request alone, so that its tokens do not depend bit by bit on what runs beside it,
     on how its prompt is cut, or on graphs. On a CUDA device with the backend cuda only; a tenth slower. What is recomputed

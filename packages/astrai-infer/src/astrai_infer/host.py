@@ -141,8 +141,10 @@ class EngineHost:
     def _run_beside(self, pool: ThreadPoolExecutor, work: Callable[[Any], None], message: Submit | Call) -> None:
         def check(future: Future[None]) -> None:
             if not future.cancelled() and (error := future.exception()) is not None:
-                logger.error("%s failed", message, exc_info=error)
-                self._channel.shutdown(socket.SHUT_RDWR)  # its waiter would wait for ever
+                what = message.name if isinstance(message, Call) else request_id(message.key)
+                logger.error("%s failed", what, exc_info=error)
+                said = f"{what} failed: {type(error).__name__}; the server's log says more"
+                self._say(Refused(message.key, "EngineError", said))  # its waiter would wait for ever
 
         pool.submit(work, message).add_done_callback(check)
 
@@ -194,14 +196,16 @@ class EngineHost:
         """Send everything that is there as one batch, so that a busy engine makes few of them."""
         outbox = self._outbox
         with contextlib.suppress(OSError):  # the client is gone, which the reader sees as well
-            while not self._done:
-                self._wake.wait(HEARTBEAT_S)
-                self._wake.clear()
-                health = self._engine.health()
-                self._channel.sendall(pack(Batch([outbox.popleft() for _ in range(len(outbox))], health)))
-                if health.status == "stopped":
-                    self._channel.shutdown(socket.SHUT_RDWR)
-                    return
+            try:
+                while not self._done:
+                    self._wake.wait(HEARTBEAT_S)
+                    self._wake.clear()
+                    health = self._engine.health()
+                    self._channel.sendall(pack(Batch([outbox.popleft() for _ in range(len(outbox))], health)))
+                    if health.status == "stopped":
+                        return
+            finally:  # however it ends: a client that hears nothing more must not wait
+                self._channel.shutdown(socket.SHUT_RDWR)
 
 
 def host_main(make_engine: Callable[[], InferenceEngine], channel: socket.socket) -> None:

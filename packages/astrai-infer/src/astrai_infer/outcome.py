@@ -39,21 +39,23 @@ def deliver(batch: Batch, result: StepResult, pool: Pool, release: Callable[[Tas
     record = pool.record
     # The decodes come first in the zip: when they are used up, nothing was taken from `sampled` for the chunks.
     for task, (token_id, logprobs) in zip(batch.decodes, sampled, strict=False):
-        if task.status == "finished":
-            continue
+        if (row := task.row) is None:
+            continue  # it ended since the launch
         # Every token that is known by now was fed; the one that comes now may have been too, by a step launched since.
         n_fed = len(task.token_ids)
         if n_fed >= task.record_len:
-            assert task.row is not None, "a task with a token to come has a row"
-            task.record_len = record(task.row, task.token_ids, n_fed)
-        _append(task, token_id, logprobs, release)
+            task.record_len = record(row, task.token_ids, n_fed)
+        task.pending_len = task.computed_len - n_fed
+        task.append(token_id, logprobs)
+        if task.status == "finished":
+            release(task)
+            task.notify()
     for item in batch.chunks:
         if not item.samples:
             continue
-        task, (token_id, logprobs) = item.task, next(sampled)
-        if task.status == "finished":
-            continue
-        _append(task, token_id, logprobs, release)
+        token_id, logprobs = next(sampled)
+        if item.task.row is not None:
+            _append(item.task, token_id, logprobs, release)
 
 
 def _deliver_verified(batch: Batch, result: StepResult, pool: Pool, release: Callable[[Task], None]) -> None:

@@ -11,7 +11,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from astrai_core.types import FinishReason, Request, TokenLogprobs, Usage
 from astrai_infer.metrics import Health
@@ -137,12 +137,20 @@ def pack(message: object) -> bytes:
 def read_messages(channel: socket.socket) -> Iterator[Any]:
     """Yield messages from a blocking socket until the other end is gone."""
     with channel.makefile("rb") as file:
-        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
-            (length,) = _LENGTH.unpack(head)
-            body = file.read(length)
-            if len(body) < length:
+        while (head := _read(file, _LENGTH.size)) is not None:
+            body = _read(file, *_LENGTH.unpack(head))
+            if body is None:
                 return
             yield pickle.loads(body)
+
+
+def _read(file: BinaryIO, length: int) -> bytes | None:
+    """Return so many bytes, or None if the other end is gone."""
+    try:
+        data = file.read(length)
+    except ConnectionResetError:  # it left without reading all that it was sent
+        return None
+    return data if len(data) == length else None
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:

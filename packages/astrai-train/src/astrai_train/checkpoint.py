@@ -10,6 +10,7 @@ with it, is damaged.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import pickle
@@ -29,7 +30,7 @@ from torch import Tensor
 from astrai_core.checkpoint.adapter import adapter_tensors, write_adapter
 from astrai_core.checkpoint.atomic import atomic_directory, committed, explain_write_error, scratch_directory
 from astrai_core.checkpoint.hf_adapter import checkpoint_tensors, exported_config, write_pretrained
-from astrai_core.errors import CheckpointError
+from astrai_core.errors import AstraiError, CheckpointError
 from astrai_core.model.transformer import CausalLM
 from astrai_core.tokenizer.tokenizer import Tokenizer
 from astrai_train.parallel.shards import HostCopies, write_tensors
@@ -142,28 +143,31 @@ class CheckpointStore:
     def export(self, model: CausalLM, directory: Path) -> None:
         """Write a model as a checkpoint's weights are written, without a state, in place of what is there.
 
+        What an export that was interrupted has left beside it is removed.
+
         Raises
         ------
         CheckpointError
             If it cannot be written; what was there stays.
         """
+        _remove_leftovers(directory.parent, f"{directory.name}.*")
         write_model = self._export(model, copy=False)
         with atomic_directory(directory, overwrite=True) as scratch:
             write_model(scratch)
 
     def wait(self) -> None:
-        """Wait for the save in flight on every rank; raises what it failed with."""
+        """Wait for the save in flight on every rank; raises on every rank what it failed with on any."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        error = None
-        try:
-            pending.result()
-        except CheckpointError as failure:
-            error = failure
-        for failed in self.world.gather(error):
+        error = pending.exception()
+        told = error
+        if error is not None and not isinstance(error, AstraiError):
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            told = CheckpointError(f"{self.root}: a save failed ({reason}); resume from the last checkpoint")
+        for failed in self.world.gather(told):
             if failed is not None:
-                raise failed
+                raise failed from (None if failed is error else error)
 
     def close(self) -> None:
         """End the writing thread; a save in flight is finished first."""
@@ -208,7 +212,9 @@ class CheckpointStore:
             write_tensors(scratch / TENSORS, tensors, self.world.writing)
             assert write_model is not None, "rank 0 is given the model"
             write_model(scratch)
-            torch.save({"format": FORMAT, **plain}, scratch / STATE)
+            state = io.BytesIO()  # into a file torch.save would hide the system's error, such as a full disk
+            torch.save({"format": FORMAT, **plain}, state)
+            (scratch / STATE).write_bytes(state.getbuffer())
             files = {
                 str(path.relative_to(scratch)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
                 for path in sorted(scratch.rglob("*"))
@@ -216,13 +222,18 @@ class CheckpointStore:
             }
             marker = {"format": FORMAT, "step": step, "files": files}
             (scratch / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-        self._retain(best)
+        self._retain(step, best)
 
-    def _retain(self, best: int | None) -> None:
-        """Delete whole checkpoints that nothing asks to keep. Called right after a save: the newest is good."""
+    def _retain(self, saved: int, best: int | None) -> None:
+        """Delete whole checkpoints that nothing asks to keep. Called right after a save: that one is good.
+
+        Those of later steps are none: the run did not go on from them, because their contents have changed.
+        """
         if self.keep is None:
             return
-        whole = [(step, path) for step, path in self._listed() if _damage(path, digests=False) is None]
+        whole = [
+            (step, path) for step, path in self._listed() if step <= saved and _damage(path, digests=False) is None
+        ]
         for step, path in whole[self.keep :]:
             if step == best or (self.keep_every and step % self.keep_every == 0):
                 continue
@@ -232,9 +243,7 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Remove what interrupted saves and deletions left behind."""
-        for pattern in (".step_*.tmp", ".step_*.old"):
-            for path in self.root.glob(pattern):
-                shutil.rmtree(path)
+        _remove_leftovers(self.root, "step_*")
 
     def newest(self) -> tuple[int, Path] | None:
         """Return step and directory of the newest whole checkpoint; damaged ones are skipped with a warning."""
@@ -269,7 +278,14 @@ def load_training_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _first_line(error: Exception) -> str:
+def _remove_leftovers(parent: Path, name: str) -> None:
+    """Remove what writes under these names, which were interrupted, have left in a directory."""
+    for kind in ("tmp", "old"):
+        for path in parent.glob(f".{name}.{kind}"):
+            shutil.rmtree(path)
+
+
+def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import optim
 
 from astrai_core.model.transformer import CausalLM
 from astrai_train.checkpoint import CheckpointStore
@@ -18,6 +17,7 @@ from astrai_train.data.collate import BatchSource, TrainBatch
 from astrai_train.ema import WeightAverage
 from astrai_train.metrics.grad_snr import GradSNRTracker
 from astrai_train.metrics.mfu import peak_flops
+from astrai_train.optim.composite import CompositeOptimizer
 from astrai_train.optim.lr_schedule import LRSchedule
 from astrai_train.parallel.mode import ParallelMode
 from astrai_train.precision import autocast
@@ -55,7 +55,7 @@ class TrainContext:
     run_dir: Path
     model: CausalLM
     strategy: BaseStrategy
-    optimizer: optim.Optimizer
+    optimizer: CompositeOptimizer
     schedule: LRSchedule
     source: BatchSource
     checkpoints: CheckpointStore

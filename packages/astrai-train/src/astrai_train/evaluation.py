@@ -11,6 +11,7 @@ from torch import nn
 from astrai_train.context import Evaluation, TrainContext
 from astrai_train.rng import rng_state, set_rng_state
 from astrai_train.strategy.base import merge_losses, step_loss
+from astrai_train.strategy.reference import evaluating
 
 
 def evaluate(context: TrainContext) -> Evaluation:
@@ -49,12 +50,9 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     device
         Where the model computes.
     """
-    modes = {module: module.training for module in model.modules()}
     streams = rng_state(device)
-    model.eval()
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
         set_rng_state(streams, device)

@@ -41,10 +41,10 @@ def trained_model(config: TrainConfig, device: torch.device, checkpoint: Path | 
     Raises
     ------
     ConfigError, CheckpointError
-        As `starting_model`; if the checkpoint is of another base model or other adapters.
+        As `starting_model`; if the checkpoint is of another architecture, base model or other adapters.
     """
     if config.lora is None:
-        return starting_model(config, device) if checkpoint is None else _load(checkpoint, config, device)
+        return starting_model(config, device) if checkpoint is None else _resumed(config, device, checkpoint)
     model = starting_model(config, device)
     _adapt(model, config, torch.Generator(device).manual_seed(config.seed))
     if checkpoint is not None:
@@ -108,12 +108,28 @@ def _load(origin: str | Path, config: TrainConfig, device: torch.device) -> Caus
     return _half_split(model, origin) if model.config.rope_interleave else model
 
 
+def _resumed(config: TrainConfig, device: torch.device, checkpoint: Path) -> CausalLM:
+    model = _load(checkpoint, config, device)
+    if config.model.pretrained is None:
+        asked, saved = (dataclasses.replace(of, dtype=None) for of in (_architecture(config), model.config))
+        for field in dataclasses.fields(ModelConfig):
+            wanted, found = getattr(asked, field.name), getattr(saved, field.name)
+            if wanted != found:
+                raise ConfigError(
+                    f"cannot resume: field 'model.architecture': {field.name} is {wanted}, the checkpoint's {found}; "
+                    "resume with that"
+                )
+    return model
+
+
 def _architecture(config: TrainConfig) -> ModelConfig:
+    """Read the recipe's architecture, with the rotary layout of the files: fresh rows are in no order yet."""
     given: Any = config.model.architecture
-    if isinstance(given, dict):
-        return ModelConfig.from_dict(given)
     try:
-        return ModelConfig.from_dict(json.loads(Path(given).read_text(encoding="utf-8")))
+        data = given if isinstance(given, dict) else json.loads(Path(given).read_text(encoding="utf-8"))
+        return dataclasses.replace(ModelConfig.from_dict(data), rope_interleave=False)
+    except ConfigError as error:
+        raise ConfigError(str(error) if isinstance(given, dict) else f"{given}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{given}: cannot read the architecture: {error.strerror}") from None
     except ValueError as error:

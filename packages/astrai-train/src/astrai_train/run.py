@@ -30,11 +30,11 @@ from astrai_train.optim.groups import OptimizerFactory
 from astrai_train.parallel.mode import create_mode
 from astrai_train.parallel.world import World
 from astrai_train.precision import set_up_kernels
+from astrai_train.report.page import RECIPE, STARTS
 from astrai_train.rng import seed_everything
 from astrai_train.strategy.build import create_strategy, open_reference
 from astrai_train.trainer import Trainer
 
-RECIPE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"
 
 logger = logging.getLogger(__name__)
@@ -175,10 +175,15 @@ def build(
 def _prepare(run_dir: Path, config: TrainConfig, resume: bool) -> tuple[int, Path] | None:
     """Make the run directory; return the checkpoint to resume from."""
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=None, asynchronous=False)
-    if not resume and (run_dir / RECIPE).exists():
+    if not resume and any((run_dir / name).exists() for name in (STARTS, CHECKPOINTS)):
         raise ConfigError(f"{run_dir}: holds a run already; resume it (--resume) or choose another output_dir")
-    run_dir.mkdir(parents=True, exist_ok=True)
-    store.clean()
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        store.clean()
+    except OSError as error:
+        raise ConfigError(
+            f"field 'output_dir': {error.filename or run_dir}: {error.strerror}; choose a directory you may write to"
+        ) from None
     found = store.newest() if resume else None
     if resume and found is None:
         logger.warning("%s: no whole checkpoint to resume from; training starts at step 1", run_dir)

@@ -153,7 +153,8 @@ class Trainer:
         counters = self.context.counters
         found = evaluate(self.context)
         if found.loss is not None:
-            is_best = counters.best_valid_loss is None or found.loss < counters.best_valid_loss
+            best = math.inf if counters.best_valid_loss is None else counters.best_valid_loss
+            is_best = found.loss < best  # never of a NaN, which no later loss would be below
             counters.evaluations_since_best += 1
             if is_best:
                 counters.best_valid_loss, counters.best_step = found.loss, found.step
@@ -181,8 +182,7 @@ class Trainer:
         parts = context.parallel.world.gather((step_loss(outputs), n_tokens, flops))
         totals = merge_losses([loss for loss, _, _ in parts])
         n_tokens, flops = sum(part[1] for part in parts), sum(part[2] for part in parts)
-        for group in context.optimizer.param_groups:
-            group["lr"] = context.schedule(counters.step, group["base_lr"])
+        context.optimizer.set_lr(context.schedule, counters.step)
         grad_norm = self._update(totals)
         counters.step += 1
         counters.tokens += n_tokens

@@ -1,4 +1,5 @@
-"""``astrai bench``: decode, prefill and start-up speed, beside transformers in the same run (rows BM1, BM2)."""
+"""``astrai bench``: decode, prefill and start-up speed, beside transformers in the same run (rows BM1, BM2); load on a
+server is in :mod:`astrai_cli.commands.bench_serve`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
+from astrai_cli.commands.bench_serve import serve
 from astrai_cli.loading import busy
 from astrai_cli.options import ModelName, blame, debug_option
 from astrai_cli.output import print_json
@@ -22,7 +24,29 @@ if TYPE_CHECKING:
 WHAT_PANEL, SIZE_PANEL, MODEL_PANEL = "What is measured", "Sizes", "Model"
 
 
-@click.command()
+class _Bench(click.RichGroup):
+    """Where no command is named, `engine` is meant."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Name it."""
+        first = next((arg for arg in args if arg != "--debug"), None)
+        named = first in self.commands or first in ctx.help_option_names
+        return super().parse_args(ctx, args if named else ["engine", *args])
+
+
+@click.group(cls=_Bench, context_settings={"show_default": True})
+@debug_option
+def bench() -> None:
+    """Measure the engine beside transformers, or a server under load.
+
+    The name engine may be left out: astrai bench decode.
+    """
+
+
+bench.add_command(serve)
+
+
+@bench.command()
 @click.argument("what", nargs=-1, type=click.Choice(["decode", "prefill", "start"]))
 @click.option(
     "--compare/--no-compare",
@@ -60,7 +84,7 @@ WHAT_PANEL, SIZE_PANEL, MODEL_PANEL = "What is measured", "Sizes", "Model"
     "--threads", type=click.IntRange(1), metavar="N", panel=MODEL_PANEL, help="CPU threads, for both engines."
 )
 @debug_option
-def bench(
+def engine(
     what: tuple[str, ...],
     compare: bool | None,
     trials: int,
@@ -168,6 +192,8 @@ def _line(result: Measurement, so_far: list[Measurement]) -> str:
         f"{result.what:<8} {result.engine:<12} batch {result.batch:<4} prompt {result.prompt_len:<6} "
         f"{result.tokens_per_s:10.1f} tokens/s"
     )
+    if result.limit_tokens_per_s is not None:
+        row += f"   {result.tokens_per_s / result.limit_tokens_per_s:.0%} of what the memory's rate allows"
     if result.engine == "transformers":
         row += f"   astrai is {so_far[-2].tokens_per_s / result.tokens_per_s:.2f}x"
     return row

@@ -84,7 +84,7 @@ def _facts(store: TokenStore) -> Iterator[Fact]:
     yield Fact("token type", f"{store.streams[next(iter(lengths))].dtype} for a vocabulary of {store.vocab_size:,}")
     yield Fact("tokenizer", f"{store.header['tokenizer'].get('name')} ({store.tokenizer_hash[:12]})")
     if "summary" in store.header:
-        from astrai_train.data.preprocess.run import Summary
+        from astrai_train.data.preprocess.part import Summary
 
         yield from summary_facts(Summary.from_dict(store.header["summary"]))
 

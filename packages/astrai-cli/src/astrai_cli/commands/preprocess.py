@@ -18,7 +18,7 @@ from astrai_cli.options import debug_option
 from astrai_cli.output import Fact, print_json, print_report
 
 if TYPE_CHECKING:
-    from astrai_train.data.preprocess.run import Summary
+    from astrai_train.data.preprocess.part import Summary
 
 
 def need_astrai_train() -> None:

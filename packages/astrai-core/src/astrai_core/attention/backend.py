@@ -98,6 +98,7 @@ class AttentionBackend(ABC):
         q ``[tokens, n_heads, head_dim]``
         """
         k_buffer, v_buffer, metadata = cache.of(spec.layer)
+        k_scale, v_scale = cache.scales(spec.layer)
         return ops.qkv_norm_rope_write(
             qkv,
             k_buffer,
@@ -109,6 +110,8 @@ class AttentionBackend(ABC):
             q_norm=q_norm,
             k_norm=k_norm,
             eps=spec.norm_eps,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
 
     @abstractmethod

@@ -67,10 +67,10 @@ class CudaBackend(AttentionBackend):
                 f"the GPU has compute capability {capability[0]}.{capability[1]}, the kernels need "
                 f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}; use the backend torch_native"
             )
-        if dtype not in DTYPES or kv_dtype != dtype:
+        if dtype not in DTYPES or kv_dtype not in (dtype, torch.float8_e4m3fn):
             return (
                 f"the model has dtype {dtype} and the KV cache {kv_dtype}, the kernels take float16 or bfloat16, the same "
-                "for both; load the model in bfloat16 or use the backend torch_native"
+                "for both or float8_e4m3fn for the cache; load the model in bfloat16 or use the backend torch_native"
             )
         known = kernels.module("attention").HEAD_DIMS
         if head_dim not in known:
@@ -115,6 +115,7 @@ class CudaBackend(AttentionBackend):
     def fwd_prefill(self, q: Tensor, spec: AttentionSpec, cache: KVCache) -> Tensor:
         """Attend with the leading single-query requests in one launch, and with all chunks behind them in another."""
         k_buffer, v_buffer, metadata = cache.of(spec.layer)
+        k_scale, v_scale = cache.scales(spec.layer)
         plan: _StepPlan = metadata.plan
         out = torch.empty_like(q)
         first = plan.n_decode
@@ -132,11 +133,13 @@ class CudaBackend(AttentionBackend):
                 scale=spec.scale,
                 window=spec.window,
                 out=out,
+                **({} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}),
             )
         return out
 
     def _decode(self, q: Tensor, spec: AttentionSpec, cache: KVCache, out: Tensor) -> Tensor:
         k_buffer, v_buffer, metadata = cache.of(spec.layer)
+        k_scale, v_scale = cache.scales(spec.layer)
         result: Tensor = self._decode_kernels.decode_attention(
             q,
             k_buffer,
@@ -147,5 +150,6 @@ class CudaBackend(AttentionBackend):
             out=out,
             # The launch before this one wrote the newest keys and values; the others date from earlier steps.
             overlap=not metadata.reads_own_keys,
+            **({} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}),
         )
         return result

@@ -52,9 +52,28 @@ def visible_keys(metadata: AttentionMetadata, window: int | None, first: int = 0
     return VisibleKeys(slots.long(), indptr, lens)
 
 
-def gather(k_buffer: Tensor, v_buffer: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Copy keys and values ``[len(slots), n_kv_heads, head_dim]`` out of the pool, as `dtype`."""
-    return k_buffer.index_select(0, slots).to(dtype), v_buffer.index_select(0, slots).to(dtype)
+def gather(
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    slots: Tensor,
+    dtype: torch.dtype,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
+    """Copy keys and values ``[len(slots), n_kv_heads, head_dim]`` out of the pool, as `dtype`.
+
+    Parameters
+    ----------
+    scales
+        Of float8_e4m3fn keys and values: ``[size, n_kv_heads]`` fp32.
+    """
+    return _rows(k_buffer, scales[0], slots, dtype), _rows(v_buffer, scales[1], slots, dtype)
+
+
+def _rows(buffer: Tensor, scale: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    if scale is None:
+        return buffer.index_select(0, slots).to(dtype)
+    narrow = buffer.view(torch.uint8).index_select(0, slots).view(buffer.dtype)
+    return (narrow.float() * scale.index_select(0, slots).unsqueeze(-1)).to(dtype)
 
 
 def leading_decodes(metadata: AttentionMetadata) -> int:

@@ -69,6 +69,10 @@ class KVCache:
     group_of: Sequence[int]
     """Per layer: its index in `groups`."""
     groups: Sequence[AttentionMetadata]
+    k_scales: Sequence[Tensor] | None = None
+    """Of float8_e4m3fn buffers, per layer: ``[size, n_kv_heads]`` fp32; a key is its scale times what is stored."""
+    v_scales: Sequence[Tensor] | None = None
+    """The same for values."""
 
     @property
     def phase(self) -> Phase:
@@ -78,6 +82,12 @@ class KVCache:
     def of(self, layer: int) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """Return a layer's keys and values, ``[size, n_kv_heads, head_dim]`` each, and the metadata of its group."""
         return self.k_buffers[layer], self.v_buffers[layer], self.groups[self.group_of[layer]]
+
+    def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return a layer's scales of keys and values, ``[size, n_kv_heads]`` each; None unless they are float8_e4m3fn."""
+        if self.k_scales is None or self.v_scales is None:
+            return None, None
+        return self.k_scales[layer], self.v_scales[layer]
 
     def specs_of_groups(
         self, specs: Sequence[AttentionSpec]

@@ -78,7 +78,7 @@ class TorchNativeBackend(AttentionBackend):
         k_buffer, v_buffer, metadata = cache.of(spec.layer)
         plan: _DecodePlan = metadata.plan.decode[spec.window]
         batch, longest = plan.slots.shape
-        keys, values = gather(k_buffer, v_buffer, plan.slots.view(-1), q.dtype)
+        keys, values = gather(k_buffer, v_buffer, plan.slots.view(-1), q.dtype, cache.scales(spec.layer))
         shape = (batch, longest, spec.n_kv_heads, spec.head_dim)
         out = F.scaled_dot_product_attention(
             q.reshape(batch, spec.n_kv_heads, spec.n_heads // spec.n_kv_heads, spec.head_dim),
@@ -95,7 +95,7 @@ class TorchNativeBackend(AttentionBackend):
         plan: _StepPlan = metadata.plan
         parts = [self.fwd_decode(q[: plan.n_decode], spec, cache)] if plan.n_decode else []
         for chunk in plan.chunks[spec.window]:
-            keys, values = gather(k_buffer, v_buffer, chunk.slots, q.dtype)
+            keys, values = gather(k_buffer, v_buffer, chunk.slots, q.dtype, cache.scales(spec.layer))
             n_queries = chunk.q_end - chunk.q_start
             out = F.scaled_dot_product_attention(
                 q[chunk.q_start : chunk.q_end].transpose(0, 1).unsqueeze(0),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -55,11 +58,31 @@ def iterate_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
             raise CheckpointError(f"{path}: truncated or damaged ({error}); download it again") from None
 
 
+@contextmanager
+def system_errors(path: Path) -> Iterator[None]:
+    """Raise the OSError of a write that failed in the body, where safetensors raises an error of its own for it."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+
+
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file."""
+    """Write one safetensors file.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    """
     path.touch()
     mode = path.stat().st_mode  # save_file replaces the file by one that only its owner can read
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with system_errors(path):
+        save_file(whole, path, {"format": "pt"})
     path.chmod(mode)
 
 

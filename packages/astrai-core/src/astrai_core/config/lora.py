@@ -32,6 +32,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "exclude_modules": (None, [], ""),
     "use_bdlora": (None, False),
     "arrow_config": (None,),
+    "use_qalora": (None, False),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    # The others (pissa, olora, corda, loftq, lora_ga) change the base weights that the factors are for.
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
 """Keys of adapter_config.json that change what an adapter computes -> the values with which they do not."""
 

@@ -126,6 +126,12 @@ class CausalLM(nn.Module):
         return self.model.embed_tokens.weight.dtype
 
     @property
+    def supports_graph(self) -> bool:
+        """Whether a pass reads nothing back from the device, so that it can be captured in a CUDA graph. The sizes of the
+        experts' shares are read."""
+        return not any(self.config.moe_layers)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """Type of the activations: that of the weights, or autocast's where it is on."""
         return computed_in(self.dtype, self.device)

@@ -297,6 +297,10 @@ class PagePool:
         storages = [group.storage for group in self.groups]
         self._k_buffers = tuple(storages[i].k_buffer[place] for _, i, place in self._places)
         self._v_buffers = tuple(storages[i].v_buffer[place] for _, i, place in self._places)
+        self._k_scales = self._v_scales = None
+        if storages[0].spec.has_scales:
+            self._k_scales = tuple(storages[i].k_scale[place] for _, i, place in self._places)
+            self._v_scales = tuple(storages[i].v_scale[place] for _, i, place in self._places)
 
     def _forget(self, page: int) -> None:
         assert self.prefix is not None, "only indexed pages are cached"
@@ -375,4 +379,4 @@ class PagePool:
 
     def view(self, groups: list[AttentionMetadata]) -> KVCache:
         """Put a step's metadata, one for each group of layers, beside the buffers."""
-        return KVCache(self._k_buffers, self._v_buffers, self._group_of, groups)
+        return KVCache(self._k_buffers, self._v_buffers, self._group_of, groups, self._k_scales, self._v_scales)

@@ -14,6 +14,9 @@ from astrai_core.config.model import ModelConfig
 KVKind = Literal["full", "window"]
 """"full" keeps every position, "window" only those that a later query can see."""
 
+SCALE_BYTES = 4
+"""Of a token and head, for keys and for values, where they are float8_e4m3fn."""
+
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -55,7 +58,13 @@ class KVSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values over the group's layers."""
-        return 2 * len(self.layers) * self.n_kv_heads * self.head_dim * self.dtype.itemsize
+        head_bytes = self.head_dim * self.dtype.itemsize + (SCALE_BYTES if self.has_scales else 0)
+        return 2 * len(self.layers) * self.n_kv_heads * head_bytes
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether each token and head has a scale."""
+        return self.dtype == torch.float8_e4m3fn
 
     def pages_for(self, n_tokens: int, page_size: int, chunk_len: int) -> int:
         """Most pages that a request of `n_tokens` holds at once if a step feeds at most `chunk_len` of its tokens."""
@@ -79,10 +88,14 @@ class KVStorage:
     ----------
     k_buffer, v_buffer
         ``[len(spec.layers), size, n_kv_heads, head_dim]``; uninitialised: a slot is read only after it was written.
+    k_scale, v_scale
+        ``[len(spec.layers), size, n_kv_heads]`` fp32; without elements unless ``spec.has_scales``.
     """
 
     k_buffer: Tensor
     v_buffer: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
 
     def __init__(self, spec: KVSpec, size: int, device: torch.device) -> None:
         self.spec = spec
@@ -102,6 +115,9 @@ class KVStorage:
         shape = (len(self.spec.layers), size, self.spec.n_kv_heads, self.spec.head_dim)
         self.k_buffer = torch.empty(shape, dtype=self.spec.dtype, device=self.device)
         self.v_buffer = torch.empty(shape, dtype=self.spec.dtype, device=self.device)
+        scales = shape[:-1] if self.spec.has_scales else (len(self.spec.layers), 0, self.spec.n_kv_heads)
+        self.k_scale = torch.empty(scales, dtype=torch.float32, device=self.device)
+        self.v_scale = torch.empty(scales, dtype=torch.float32, device=self.device)
 
 
 class ReqToTokenPool:

@@ -52,8 +52,11 @@ def build_runtime(model: CausalLM, config: EngineConfig) -> Runtime:
     kv_dtype = resolve_kv_dtype(config, model.dtype)
     backend = resolve_backend(config.backend, model.device, model.config.head_dim, model.dtype, kv_dtype)
     on_device = model.device.type == "cuda" and backend.supports_graph()
-    if config.cuda_graphs and not on_device:
-        why = "the model is on a CPU" if model.device.type == "cpu" else f"{type(backend).__name__} cannot be captured"
+    captures = on_device and model.supports_graph
+    if config.cuda_graphs and not captures:
+        why = "the model is on a CPU"
+        if model.device.type == "cuda":
+            why = f"{type(backend).__name__ if not on_device else 'a model with experts'} cannot be captured"
         raise ConfigError(f"cuda_graphs is True but {why}; leave it out, or use the backend cuda on a CUDA device")
     for name, value in (("speculation", config.speculation), ("deterministic", config.deterministic)):
         if value and not on_device:
@@ -99,7 +102,7 @@ def device_executor(
     model: CausalLM, config: EngineConfig, pool: PagePool, backend: AttentionBackend, n_rows: int
 ) -> DeviceExecutor:
     """Build the executor for a CUDA device."""
-    capture = None if config.cuda_graphs is False else CudaCapture(model.device)
+    capture = None if config.cuda_graphs is False or not model.supports_graph else CudaCapture(model.device)
     return DeviceExecutor(
         model, pool, backend, n_rows, config.max_batch_tokens, capture, deterministic=config.deterministic
     )

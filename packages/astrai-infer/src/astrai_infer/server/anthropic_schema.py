@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from astrai_core.types import StructuredOutput
-from astrai_infer.server.openai_schema import JsonObject, Strict
+from astrai_infer.server.openai_schema import JsonObject, Many, Stops, Strict
 
 
 class CacheControl(Strict):
@@ -23,7 +23,7 @@ class TextBlock(Strict):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: list[Any] | None = Field(default=None, max_length=0)
+    citations: Many[Any] | None = Field(default=None, max_length=0)
 
 
 class JsonFormat(Strict):
@@ -54,8 +54,9 @@ class ToolUseBlock(Strict):
 class ToolResultBlock(Strict):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | Many[TextBlock] = ""
     is_error: bool = False
+    """The model is told so by the word before the content."""
     cache_control: CacheControl | None = None
 
 
@@ -64,7 +65,7 @@ Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Fi
 
 class Message(Strict):
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Many[Block]
 
 
 class Tool(Strict):
@@ -99,9 +100,9 @@ class CountRequest(Strict):
     """``POST /v1/messages/count_tokens``."""
 
     model: str
-    messages: list[Message] = Field(min_length=1)
-    system: str | list[TextBlock] | None = None
-    tools: list[Tool] | None = None
+    messages: Many[Message] = Field(min_length=1)
+    system: str | Many[TextBlock] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -129,7 +130,7 @@ class MessagesRequest(CountRequest):
     """``POST /v1/messages``."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Stops | None = None
     stream: bool = False
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = None
@@ -142,7 +143,11 @@ class MessagesRequest(CountRequest):
 def _split(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:
     """One message's blocks as messages: results of tools first, each its own, then the rest."""
     results = [
-        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+        {
+            "role": "tool",
+            "tool_call_id": block.tool_use_id,
+            "content": f"{'Error: ' if block.is_error else ''}{_text(block.content)}",
+        }
         for block in blocks
         if isinstance(block, ToolResultBlock)
     ]

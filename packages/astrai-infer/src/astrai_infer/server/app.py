@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from astrai_core.errors import AstraiError
 from astrai_infer._version import __version__
-from astrai_infer.server import admin, anthropic, openai_chat, openai_completions, openai_other, page
+from astrai_infer.server import admin, anthropic, docs, openai_chat, openai_completions, openai_other, page
 from astrai_infer.server.errors import ApiError, as_api_error
 from astrai_infer.server.front import Front
 from astrai_infer.server.serving import Serving
@@ -26,10 +26,11 @@ def create_app(serving: Serving) -> FastAPI:
         title="astrai",
         version=__version__,
         description="The OpenAI and Anthropic APIs of one model.",
+        openapi_url=None,  # see docs: FastAPI's own pages load scripts from elsewhere, and block the event loop
         strict_content_type=False,
     )
     app.state.serving = serving
-    for module in (openai_chat, openai_completions, openai_other, anthropic, page):
+    for module in (openai_chat, openai_completions, openai_other, anthropic, page, docs):
         app.include_router(module.router)
     if serving.config.admin_key is not None:
         app.include_router(admin.router)

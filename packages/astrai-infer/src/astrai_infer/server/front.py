@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import MutableMapping
 from typing import Any
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from astrai_infer.server import page
+from astrai_infer.server import docs, page
 from astrai_infer.server.errors import ApiError
 from astrai_infer.server.serving import Serving
 
@@ -24,8 +27,12 @@ OPEN_PATHS = {"/health", "/ready"}
 WATCHED_PATHS = OPEN_PATHS | {"/metrics", "/stats"}
 """Neither counted as work nor refused while the server drains."""
 
-KEYLESS_PATHS = OPEN_PATHS | {page.PATH}
-"""The chat page holds no data, and asks for the key itself."""
+KEYLESS_PATHS = OPEN_PATHS | {page.PATH} | docs.PATHS
+"""The chat page holds no data, and asks for the key itself; the API's description is the same everywhere."""
+
+BEGUN_AT_ONCE = 4
+"""Requests that begin in one turn of the event loop. Reading and checking one takes 1 ms, and hundreds may come at once,
+while others wait for their next token."""
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
@@ -37,6 +44,8 @@ class Front:
         self._app = app
         self._serving = serving
         self._keys = [key.encode() for key in serving.config.api_key]
+        self._n_begun = 0  # in this turn of the event loop
+        self._queue: deque[asyncio.Future[None]] = deque()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -54,7 +63,8 @@ class Front:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                names = (b"x-request-id", b"request-id")  # OpenAI's and Anthropic's
+                message["headers"] = [*message.get("headers", ()), *((name, request_id.encode()) for name in names)]
             await send(message)
 
         counted = path not in WATCHED_PATHS
@@ -62,6 +72,7 @@ class Front:
         try:
             refusal = self._refusal(path, headers)
             if refusal is None:
+                await self._turn()
                 limited = BodyLimit(receive, serving.config.max_body_bytes)
                 await self._app(scope, limited, send_on)
             else:
@@ -74,12 +85,31 @@ class Front:
                     "%s %s %s %d %.1f ms %s%s",
                     client[0],
                     scope["method"],
-                    path,
+                    quote(path),  # which may hold line ends
                     status,
                     1000 * (time.monotonic() - started),
                     request_id,
                     f" user {user!r}" if (user := scope["state"].get("user")) else "",
                 )
+
+    async def _turn(self) -> None:
+        """Wait until the event loop has time for one more request."""
+        loop = asyncio.get_running_loop()
+        if not self._n_begun:
+            loop.call_soon(self._next_turn)
+        self._n_begun += 1
+        if self._n_begun > BEGUN_AT_ONCE:
+            self._queue.append(loop.create_future())
+            await self._queue[-1]
+
+    def _next_turn(self) -> None:
+        for _ in range(min(BEGUN_AT_ONCE, len(self._queue))):
+            turn = self._queue.popleft()
+            if not turn.done():  # else its request was cancelled
+                turn.set_result(None)
+        self._n_begun = len(self._queue) and BEGUN_AT_ONCE
+        if self._n_begun:
+            asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _refusal(self, path: str, headers: MutableMapping[bytes, str]) -> ApiError | None:
         serving = self._serving

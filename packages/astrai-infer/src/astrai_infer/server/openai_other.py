@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import struct
 from typing import Any
 
@@ -50,28 +51,30 @@ def _model(serving: Serving, name: str) -> dict[str, Any]:
 
 
 @router.post("/v1/embeddings")
-async def embeddings(body: EmbeddingRequest, request: Request) -> Any:
+async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Turn texts into vectors of length 1."""
     serving: Serving = request.app.state.serving
     serving.check_model(body.model)
     if not body.input:
         raise ApiError(400, "input is empty; give at least one token", param="input")
     request.state.user = body.user
-    prompts = await prompt_ids(serving, body.input, "input")
-    async with asyncio.timeout(serving.config.request_timeout):
-        vectors = await while_connected(request.receive, _embed(serving, prompts, body.pooling))
+    serving.check_room(1)
+    serving.n_embedding += 1
+    try:
+        prompts = await prompt_ids(serving, body.input, "input")
+        longest = serving.client.info.max_seq_len
+        for i, ids in enumerate(prompts):
+            if len(ids) > longest:
+                message = f"input[{i}] has {len(ids)} tokens, max_seq_len is {longest}; shorten it"
+                raise ApiError(400, message, param="input")
+        async with asyncio.timeout(serving.config.request_timeout):
+            vectors = await while_connected(request.receive, _embed(serving, prompts, body.pooling))
+    finally:
+        serving.n_embedding -= 1
     if vectors is None:
         return Response(status_code=499)
-    n_tokens = sum(map(len, prompts))
-    return {
-        "object": "list",
-        "model": body.model,
-        "data": [
-            {"object": "embedding", "index": i, "embedding": _encoded(vector, body.encoding_format)}
-            for i, vector in enumerate(vectors)
-        ],
-        "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens},
-    }
+    content = await asyncio.to_thread(_described, body, vectors, sum(map(len, prompts)))
+    return Response(content, media_type="application/json")
 
 
 async def _embed(serving: Serving, prompts: list[list[int]], pooling: str | None) -> list[list[float]]:
@@ -81,6 +84,18 @@ async def _embed(serving: Serving, prompts: list[list[int]], pooling: str | None
         some = prompts[start : start + AT_ONCE]
         vectors += await serving.client.call("embed", some, pooling or serving.config.pooling)
     return vectors
+
+
+def _described(body: EmbeddingRequest, vectors: list[list[float]], n_tokens: int) -> str:
+    """The answer's JSON. Vectors are written one by one: the interpreter lock is held while one is, and other threads
+    wait."""
+    items = [
+        json.dumps({"object": "embedding", "index": i, "embedding": _encoded(vector, body.encoding_format)})
+        for i, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    head = json.dumps({"object": "list", "model": body.model, "usage": usage})
+    return f'{head[:-1]}, "data": [{", ".join(items)}]}}'
 
 
 def _encoded(vector: list[float], format: str) -> list[float] | str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from astrai_core.errors import RequestError
 from astrai_core.types import StructuredOutput
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which one bad item is told: a body holds a million, and telling them all takes a minute."""
+TokenIds = Many[Annotated[int, Field(ge=0)]]
+Stops = Annotated[list[str], Field(fail_fast=True, max_length=64)]
+"""Each new piece of text is searched for all of them, in the thread that steps."""
 MAX_DEPTH = 64
 """Of JSON within a request; far deeper data overflows the stacks of libraries that walk it."""
 
@@ -29,13 +34,20 @@ def _flat_enough(value: dict[str, Any]) -> dict[str, Any]:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(_flat_enough)]
-RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
+RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template", "self"}
 
 
 class Strict(BaseModel):
     """Refuses unknown fields, and numbers in quotes."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_many(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > len(cls.model_fields) + 32:  # so many complaints take their time
+            raise ValueError(f"has {len(value)} fields and knows {len(cls.model_fields)}; leave the others out")
+        return value
 
 
 class FunctionCall(Strict):
@@ -59,15 +71,15 @@ class Message(Strict):
     """A message; what SDKs send back of an answer is taken as well."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Many[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Many[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
+    annotations: Many[Any] | None = Field(default=None, max_length=0)
 
     def plain(self) -> dict[str, Any]:
         """The message as a template sees it."""
@@ -123,7 +135,7 @@ class StructuredOutputs(Strict):
 
     json_: JsonObject | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
 
 
@@ -138,7 +150,7 @@ class Sampling(Strict):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Stops | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -178,12 +190,14 @@ class Sampling(Strict):
     return_token_ids: bool = False
     """Extension: token ids of prompt and completion in the answer."""
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
-            if not key.isdecimal():
+    def _biases(cls, value: Any) -> Any:
+        for key, bias in value.items() if isinstance(value, dict) else ():
+            if not isinstance(key, str) or not key.isdecimal():
                 raise ValueError(f"{key!r} is no token id; use digits")
+            if type(bias) not in (int, float):
+                raise ValueError(f"the bias of {key} is no number; correct it")
         return value
 
     @model_validator(mode="after")
@@ -220,13 +234,13 @@ class Sampling(Strict):
 class ChatRequest(Sampling):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -268,7 +282,7 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """``POST /v1/completions``."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: str | TokenIds | Many[str] | Many[TokenIds]
     max_tokens: int | None = 16
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
@@ -290,7 +304,7 @@ class EmbeddingRequest(Strict):
     """``POST /v1/embeddings``."""
 
     model: str
-    input: str | TokenIds | list[str] | list[TokenIds]
+    input: str | TokenIds | Many[str] | Many[TokenIds]
     encoding_format: Literal["float", "base64"] = "float"
     user: str | None = None
     pooling: Literal["mean", "last"] | None = None
@@ -302,8 +316,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Many[Message] | None = None
+    tools: Many[Tool] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = True
     return_token_strs: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import importlib.util
 import logging
 import signal
@@ -92,6 +93,8 @@ async def _serve(config: ServerConfig, on_ready: Callable[[str], None]) -> None:
                 timeout_graceful_shutdown=1,
             )
             server = DrainingServer(settings, serving)
+            gc.collect()
+            gc.freeze()  # what was loaded stays: a collection that looks at it all takes 50 ms
             announcing = asyncio.create_task(_announce(server, config, on_ready))
             try:
                 await server.serve(sockets=[listener])

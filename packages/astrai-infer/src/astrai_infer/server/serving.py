@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from astrai_core.errors import EngineError
 from astrai_core.tokenizer.tokenizer import Tokenizer
 from astrai_core.types import SamplingParams
 from astrai_infer.client import EngineClient, Generation
@@ -44,6 +45,9 @@ class Running:
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         async for pieces in self._generation:
             self._clock.on_pieces(pieces)
+            for piece in pieces:
+                if piece.end is not None and piece.end.error is not None:
+                    raise EngineError(piece.end.error)
             yield pieces
 
     def close(self) -> None:
@@ -68,6 +72,8 @@ class Serving:
         New requests are refused, those that run are finished.
     n_active
         HTTP requests in flight.
+    n_embedding
+        Requests for embeddings that run or wait.
     """
 
     def __init__(
@@ -77,7 +83,7 @@ class Serving:
         self.tokenizer = tokenizer
         self.config = config
         self.draining = False
-        self.n_active = 0
+        self.n_active = self.n_embedding = 0
         prefixes = ("astrai", "vllm") if config.vllm_metrics else ("astrai",)
         self.metrics = ServerMetrics(client, config.names[0], prefixes)
         self.created = int(time.time())
@@ -124,6 +130,16 @@ class Serving:
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
             raise ApiError(400, f"{field}: a token id is outside the vocabulary of {vocab}; correct it", param=field)
 
+    def check_room(self, wanted: int) -> None:
+        """Refuse so many more completions, or requests for embeddings, if the queue does not hold them."""
+        limit = self.client.info.max_num_seqs + self.config.max_queue
+        if wanted > limit:
+            raise ApiError(400, f"the request asks for {wanted} completions, the server takes {limit}; ask for fewer")
+        busy = self.client.n_open + self.n_embedding
+        if busy + wanted > limit:
+            message = f"{busy} requests run or wait and the server takes {limit}; try again later"
+            raise ApiError(429, message, code="queue_full", retry_after_s=1)
+
     async def start(
         self, request_id: str, prompts: Sequence[Sequence[int]], params: SamplingParams, priority: int = 0
     ) -> Running:
@@ -136,21 +152,12 @@ class Serving:
         RequestError, EngineError
             See :meth:`EngineClient.submit`.
         """
-        limit = self.client.info.max_num_seqs + self.config.max_queue
-        wanted = params.n * len(prompts)
-        if wanted > limit:
-            raise ApiError(400, f"the request asks for {wanted} completions, the server takes {limit}; ask for fewer")
-        if self.client.n_open + wanted > limit:
-            raise ApiError(
-                429,
-                f"{self.client.n_open} completions run or wait and the server takes {limit}; try again later",
-                code="queue_full",
-                retry_after_s=1,
-            )
+        self.check_room(params.n * len(prompts))
         running = Running(self, request_id, prompts, params.n)
         try:
-            for prompt in prompts:
-                await running.submit(self.client, prompt, params, priority)
+            async with asyncio.timeout_at(running.deadline_s):  # a grammar may wait long for its turn
+                for prompt in prompts:
+                    await running.submit(self.client, prompt, params, priority)
         except BaseException:
             running.close()
             raise

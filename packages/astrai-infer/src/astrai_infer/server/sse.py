@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
@@ -15,6 +16,9 @@ from astrai_core.errors import AstraiError
 from astrai_infer.server.errors import ApiError, as_api_error
 
 T = TypeVar("T")
+
+LAST_WORD_S = 5.0
+"""How long a client that may have stopped reading is given to take the last event."""
 
 # json.dumps with arguments makes an encoder for every call.
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -103,5 +107,10 @@ class EventStream(Response):
                 async for text in self._events:
                     await write(text, True)
         except (AstraiError, ApiError, TimeoutError) as error:
-            await write(self._on_error(as_api_error(error)), True)
+            self._running.close()
+            with contextlib.suppress(TimeoutError):  # it does not read: the server then closes the connection
+                async with asyncio.timeout(LAST_WORD_S):
+                    await write(self._on_error(as_api_error(error)), True)
+                    await write("", False)
+            return
         await write("", False)

@@ -18,6 +18,11 @@ from astrai_infer.text.stop import partial_tail
 
 _HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?")
 _HEAD_CHARS = re.compile(r"[\w\s.\[\]-]*")
+_STRUCTURE, _STRING_END = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
+
+MAX_BROKEN = 16
+"""Marks without a call behind them; what follows so many is text. Each costs a look at all that follows it, and a model
+can be talked into writing thousands."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class ToolParser:
         self._mark = ""
         self._scan = JsonScanner()
         self._n_calls = 0
+        self._n_broken = 0
 
     def push(self, text: str) -> list[Event]:
         """Take the next piece of text."""
@@ -125,6 +131,11 @@ class ToolParser:
         kept = held[: len(held) - partial_tail(held, (mark,))].rstrip() if mark else held
         self._held = held[len(kept) :]
         return [Content(kept)] if kept else None
+
+    def _in_plain(self) -> list[Event] | None:
+        """Too many marks were none: all is text."""
+        held, self._held = self._held, ""
+        return [Content(held)] if held else None
 
     def _in_call(self) -> list[Event] | None:
         held = self._held
@@ -182,7 +193,8 @@ class ToolParser:
         """Give the mark back as content, and read on after it."""
         first = "" if self._mark else self._held[:1]
         self._held = self._held[len(first) :]
-        self._state = "text"
+        self._n_broken += 1
+        self._state = "text" if self._n_broken < MAX_BROKEN else "plain"
         return [Content(self._space + self._mark + first)]
 
 
@@ -197,29 +209,26 @@ class JsonScanner:
     def end(self, text: str, start: int) -> int | None:
         """Return the index after the value that begins at `start`, None if it is not whole."""
         at = max(self._at, start)
-        while at < len(text):
-            char = text[at]
-            if self._in_string:
-                if char == "\\":
-                    at += 1
-                self._in_string = char != '"'
+        while found := (_STRING_END if self._in_string else _STRUCTURE).search(text, at):
+            at, char = found.end(), found[0]
+            if char == "\\":
+                at += 1  # what is escaped, which may still be to come
             elif char == '"':
-                self._in_string = True
+                self._in_string = not self._in_string
             elif char in "{[":
                 self._depth += 1
-            elif char in "}]":
+            else:
                 self._depth -= 1
                 if not self._depth:
-                    return at + 1
-            at += 1
-        self._at = at
+                    return at
+        self._at = max(at, len(text))
         return None
 
 
 def _calls(head: str, body: str) -> list[tuple[str, str]] | None:
     """Names and arguments of the calls in a whole JSON value; None if it holds anything else."""
     try:
-        value = json.loads(body, parse_constant=_refuse, parse_float=_finite)
+        value = _loaded(body)
     except (ValueError, RecursionError):
         return None
     name = _HEAD.fullmatch(head)
@@ -235,7 +244,7 @@ def _call(value: Any) -> tuple[str, str] | None:
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):  # JSON within JSON
         try:
-            arguments = json.loads(arguments, parse_constant=_refuse, parse_float=_finite) if arguments.strip() else {}
+            arguments = _loaded(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
             return None
     if arguments is None:
@@ -243,6 +252,12 @@ def _call(value: Any) -> tuple[str, str] | None:
     if not isinstance(arguments, dict):
         return None
     return value["name"], json.dumps(arguments, ensure_ascii=False)
+
+
+def _loaded(text: str) -> Any:
+    value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair, which JSON can escape, cannot be sent
+    return value
 
 
 def _refuse(constant: str) -> NoReturn:

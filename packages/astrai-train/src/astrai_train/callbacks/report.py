@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from astrai_core.errors import AstraiError
 from astrai_train._version import __version__
 from astrai_train.callbacks.base import Callback
 from astrai_train.report.page import METRICS, STARTS, write_report
@@ -48,7 +49,7 @@ class Report(Callback):
         try:
             said = f"{type(error).__name__}: {error}".rstrip(": ")
             self._write(context, f"failed after step {context.counters.step:,} of {context.total_steps:,}: {said}")
-        except OSError as second:
+        except (OSError, AstraiError) as second:
             logger.warning("%s: the report cannot be written: %s", context.run_dir, second)
 
     def _write(self, context: TrainContext, state: str) -> None:

@@ -140,6 +140,13 @@ class LogConfig(BaseConfig):
     progress: bool = True
     """Show a progress bar on a terminal."""
 
+    @field_validator("grad_snr_beta")
+    @classmethod
+    def _noise_is_measured(cls, value: float, info: ValidationInfo) -> float:
+        if value != cls.grad_snr_beta and "grad_snr" not in info.data.get("metrics", ("grad_snr",)):
+            raise ValueError("metrics does not list grad_snr, which it is for; add that or remove this")
+        return value
+
     @field_validator("metrics", "trackers")
     @classmethod
     def _once_each(cls, value: tuple[str, ...]) -> tuple[str, ...]:

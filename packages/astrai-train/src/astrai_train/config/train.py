@@ -249,6 +249,12 @@ class TrainConfig(BaseConfig):
         return lora
 
     @model_validator(mode="after")
+    def _valid_is_looked_at(self) -> Self:
+        if self.data.valid and self.eval_interval is None:
+            raise ValueError("data.valid is never looked at; set eval_interval or remove data.valid")
+        return self
+
+    @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.max_steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of max_steps and epochs")

@@ -184,10 +184,6 @@ class PassSampler:
         """Return a sampler at the same position that moves by itself."""
         return copy.copy(self)
 
-    def rewind(self) -> None:
-        """Go back to the first row."""
-        self._step = 0
-
     def _draw(self, index: int) -> Draw:
         if index >= self.n_rows:
             return NO_ROW

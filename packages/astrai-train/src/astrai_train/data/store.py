@@ -81,7 +81,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 class ShardWriter:
-    """Writes the files of one shard, row by row; a context manager, at whose end the files are complete.
+    """Writes the files of one shard; a context manager, at whose end the files are complete.
 
     Parameters
     ----------
@@ -104,16 +104,19 @@ class ShardWriter:
         for file in self._offsets.values():
             file.write(np.zeros(1, "<i8").tobytes())
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Append one row: a sequence of integers for each stream.
+    def add_all(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows: of each, a sequence of integers for each stream.
 
         Raises
         ------
         DataError
             If an item is negative or not below its stream's limit.
         """
+        if not rows:
+            return
         for stream in self._streams:
-            items = np.asarray(row[stream.name], np.int64)
+            arrays = [np.asarray(row[stream.name], np.int64) for row in rows]
+            items = np.concatenate(arrays)
             if items.size and (items.min() < 0 or items.max() >= stream.limit):
                 raise DataError(
                     f"{stream.name} holds {items.min() if items.min() < 0 else items.max()}, outside 0 to "
@@ -121,8 +124,8 @@ class ShardWriter:
                 )
             self.append_items(stream.name, items.astype(stream.dtype))
             if stream.offsets == stream.name:
-                self.append_lengths(stream.name, np.array([items.size], np.int64))
-        self.n_rows += 1
+                self.append_lengths(stream.name, np.array([len(array) for array in arrays], np.int64))
+        self.n_rows += len(rows)
 
     def append_items(self, name: str, items: NDArray[Any]) -> None:
         """Append items of a stream in its own dtype, without a check; `append_lengths` says how they make rows."""
@@ -288,8 +291,7 @@ def write_store(
     """
     with atomic_directory(path, overwrite=overwrite) as directory:
         with ShardWriter(directory, 0, streams_of(kind, tokenizer.vocab_size)) as writer:
-            for row in rows:
-                writer.add(row)
+            writer.add_all(rows)
         made_by = {"name": name, "sha256": tokenizer_hash(tokenizer)}
         write_header(directory, header_of(kind, tokenizer.vocab_size, made_by, [writer.describe()]))
 

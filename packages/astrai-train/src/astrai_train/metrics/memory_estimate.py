@@ -12,6 +12,7 @@ from astrai_core.model.transformer import CausalLM
 from astrai_train.config import DPOConfig, TrainConfig
 from astrai_train.optim.groups import optimized_parameters
 from astrai_train.recompute import recompute_activations, recomputed_whole
+from astrai_train.strategy.build import reference_kind
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ def estimate_memory(config: TrainConfig, model: CausalLM, *, ranks: int = 1) -> 
         weights += n_weights * compute
     elif compute < width:
         weights += n_weights * compute  # casts kept for the backward pass
-    if isinstance(config.strategy, DPOConfig) and config.strategy.reference in ("auto", "copy") and not config.lora:
-        weights += n_weights * width
+    if reference_kind(config) == "copy":
+        weights += sum(p.nbytes for p in model.parameters() if not (config.lora and p.requires_grad))
     one_moment = config.optimizer.name != "adamw"
     moments = sum(item.parameter.nbytes * (1 if one_moment and item.role == "matrix" else 2) for item in items)
     kept = (4 if config.ema_decay is not None else 0) + (8 if "grad_snr" in config.log.metrics else 0)

@@ -1,11 +1,4 @@
-"""The optimizers of a recipe: one object over the parts (Muon, AdamW, ...) that share out a model's parameters.
-
-optimizer = create_optimizer(recipe.optimizer, model)        # astrai_train.optim.factory
-for step in range(total_steps):
-    optimizer.set_lr(schedule, step)
-    ...
-    optimizer.step()
-"""
+"""The optimizers of a recipe: one object over the parts (Muon, AdamW, ...) that share out a model's parameters."""
 
 from __future__ import annotations
 

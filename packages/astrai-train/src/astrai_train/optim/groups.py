@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn, optim
+from torch import nn
 
 from astrai_core.errors import ConfigError
 from astrai_core.registry import BaseFactory
+from astrai_train.optim.composite import CompositeOptimizer
 
 Role = Literal["matrix", "embedding", "head", "projection", "norm", "bias", "other"]
 """``matrix`` hidden weights ``[out, in]`` or stacks of them ``[experts, out, in]``; ``embedding`` token tables (and a
@@ -26,7 +27,7 @@ _PROJECTIONS = frozenset({"lora_A", "lora_B", "router", "gate", "shared_expert_g
 _WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module"})
 
 
-class OptimizerFactory(BaseFactory[optim.Optimizer]):
+class OptimizerFactory(BaseFactory[CompositeOptimizer]):
     """Optimizers by the name that a recipe gives: ``create(name, model, **options)``.
 
     The options are the other fields of the recipe's optimizer; each reaches the optimizer's ``param_groups``. A group

@@ -78,7 +78,8 @@ def launch(work: Callable[[], T], nprocs: int, *, set_up: Callable[[], None] | N
     Parameters
     ----------
     work
-        What every rank does; it and its result must be picklable.
+        What every rank does; it and its result must be picklable, and the result small: it is told through a pipe that
+        is read when the rank has ended.
     set_up
         Called first in every rank, for logging and the like; picklable.
 
@@ -130,6 +131,7 @@ def launch(work: Callable[[], T], nprocs: int, *, set_up: Callable[[], None] | N
             for rank in ranks:
                 rank.process.kill()
                 rank.process.join()
+                rank.reports.close()
     if failed is None:
         assert ranks[0].result is not None, "a rank that ends without a failure has told its result"
         return ranks[0].result[0]

@@ -17,10 +17,13 @@ from torch import Tensor, distributed
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from astrai_core.errors import CheckpointError
 from astrai_train.optim.matrix import local
@@ -83,7 +86,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: distrib
     """
     _expect_no_group()
     # Each rank syncs what it wrote: on a network disk nobody else can do it.
-    writer = FileSystemWriter(directory, sync_files=True, overwrite=False)
+    writer = _Writer(directory, sync_files=True, overwrite=False)
     try:
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -126,6 +129,21 @@ def read_tensors(directory: Path, parameters: Mapping[str, Tensor]) -> dict[str,
 def _expect_no_group() -> None:
     """Keep torch from warning that there is no process group: where there is none, there is one process."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+class _Writer(FileSystemWriter):
+    """A writer that tells of a full disk.
+
+    ``torch.save`` hides the system's error behind a RuntimeError, and what links the two does not reach other ranks.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 class _Reader(FileSystemReader):

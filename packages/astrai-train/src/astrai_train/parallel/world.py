@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +15,10 @@ from astrai_core.auto import resolve_device
 from astrai_core.errors import AstraiError, BackendError, ConfigError
 
 T = TypeVar("T")
+
+PATIENCE = timedelta(days=2)
+"""How long a rank waits for words of another: rank 0 may score a whole data set while the others wait. One that has
+ended is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class World:
             torch.cuda.set_device(place)
         if owned:
             _open_group(place, rank, size, environment)
-        control, writing = (distributed.new_group(backend="gloo") for _ in range(2))
+        control, writing = (distributed.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
         return cls(place, rank, size, control, writing, owned)
 
     @property

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor, nn
 
+from astrai_core.checkpoint.atomic import explain_write_error
+from astrai_core.checkpoint.weights import system_errors
 from astrai_core.errors import CheckpointError, DataError
 from astrai_core.model.lora import adapters_off
 from astrai_train.data.collate import IGNORE_LABEL, PADDING_DOC, TrainBatch
@@ -105,7 +107,10 @@ class CachedLogprobs(Reference):
 
     def has(self, batch: TrainBatch) -> bool:
         """Whether every row of a host batch is known."""
-        return bool(np.isin(row_keys(batch), self.keys).all())
+        keys = row_keys(batch)
+        # Not np.isin, which sorts all keys again for every batch.
+        places = np.searchsorted(self.keys, keys).clip(max=len(self.keys) - 1)
+        return bool((self.keys[places] == keys).all())
 
     def __call__(self, batch: TrainBatch) -> Tensor:
         """Look the rows up.
@@ -140,10 +145,13 @@ class CachedLogprobs(Reference):
         """
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            save_file({"keys": self.keys, "values": self.values}, temporary, {"model": model})
+            with system_errors(path):
+                save_file({"keys": self.keys, "values": self.values}, temporary, {"model": model})
             temporary.replace(path)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot write: {error.strerror or error}; free some space") from None
+            raise CheckpointError(explain_write_error(error, path)) from None
+        finally:
+            temporary.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path, model: str, device: torch.device) -> CachedLogprobs:

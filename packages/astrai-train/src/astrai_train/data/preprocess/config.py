@@ -86,7 +86,7 @@ class PreprocessConfig(BaseConfig):
     workers: NonNegativeInt | None = None
     """Processes; null takes one for each core, 0 works in this one."""
 
-    chunk_bytes: Annotated[int, Field(ge=16)] = 4 << 20
+    chunk_bytes: Annotated[int, Field(ge=16)] = 1 << 20
     """Bytes of a file that one worker takes at a time."""
 
     shard_bytes: PositiveInt = 1 << 30

@@ -149,7 +149,10 @@ class Encoder:
         return np.array(ids, np.int64), mask
 
     def _ended(self, ids: list[int]) -> list[int]:
-        return ids if self._eos is None or (ids and ids[-1] == self._eos) else [*ids, self._eos]
+        """`ids`, which are nobody else's, with the end-of-text token."""
+        if self._eos is not None and not (ids and ids[-1] == self._eos):
+            ids.append(self._eos)
+        return ids
 
 
 def tokens_of(encoding: tokenizers.Encoding, start: int, stop: int) -> range:

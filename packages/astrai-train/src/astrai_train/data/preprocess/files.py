@@ -51,6 +51,8 @@ class Record:
     """Byte at which the line begins, or the index of the record in its file."""
     value: Any
     """Parsed JSON, a dict of columns, or text; None if `problem`."""
+    n_bytes: int
+    """About what it takes in the file (a Parquet row: in memory)."""
     problem: str | None = None
     """Why it could not be read."""
 
@@ -172,16 +174,16 @@ def _record(at: int, line: bytes, kind: FileType) -> Record:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Record(at, None, f"not UTF-8 text (byte {error.start} of the line)")
+        return Record(at, None, len(line), f"not UTF-8 text (byte {error.start} of the line)")
     if kind == "text":
-        return Record(at, text)
+        return Record(at, text, len(line))
     try:
-        return Record(at, json.loads(text))
+        return Record(at, json.loads(text), len(line))
     except json.JSONDecodeError as error:
         cut_off = " (the line is cut off)" if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg else ""
-        return Record(at, None, f"not valid JSON: {error.msg} at character {error.pos + 1}{cut_off}")
+        return Record(at, None, len(line), f"not valid JSON: {error.msg} at character {error.pos + 1}{cut_off}")
     except (ValueError, RecursionError) as error:  # a number of too many digits, too deep a nesting
-        return Record(at, None, f"not valid JSON: {error}")
+        return Record(at, None, len(line), f"not valid JSON: {error}")
 
 
 def _read_text(piece: Piece) -> Iterator[Record]:
@@ -192,10 +194,10 @@ def _read_text(piece: Piece) -> Iterator[Record]:
         text = "\n".join(line.decode("utf-8") for _, line in lines)
     except UnicodeDecodeError as error:
         bad = next(at for at, line in lines if _record(at, line, "text").problem)
-        yield Record(bad, None, f"not UTF-8 text ({error.reason})")
+        yield Record(bad, None, 0, f"not UTF-8 text ({error.reason})")
         return
     if text.strip():
-        yield Record(lines[0][0], text)
+        yield Record(lines[0][0], text, len(text))
 
 
 def _read_array(file: Path) -> Iterator[Record]:
@@ -223,8 +225,8 @@ def _read_array(file: Path) -> Iterator[Record]:
                 elif not expect_value:
                     raise DataError(f"{file}: a comma is missing after record {index}; correct the file")
                 else:
-                    value, at, text = _element(decoder, stream, text, at, f"{file}: record {index + 1}")
-                    yield Record(index, value)
+                    value, start, at, text = _element(decoder, stream, text, at, f"{file}: record {index + 1}")
+                    yield Record(index, value, at - start)
                     index, expect_value = index + 1, False
         except UnicodeDecodeError as error:
             raise DataError(f"{file}: not UTF-8 text after record {index} ({error.reason}); convert it") from None
@@ -232,15 +234,18 @@ def _read_array(file: Path) -> Iterator[Record]:
 
 def _element(
     decoder: json.JSONDecoder, stream: codecs.StreamReader, text: str, at: int, where: str
-) -> tuple[Any, int, str]:
-    """Parse the value at `at`, reading on (twice as much each time) while it is not complete."""
+) -> tuple[Any, int, int, str]:
+    """Parse the value at `at`, reading on (twice as much each time) while it is not complete.
+
+    Returns it, its first character and the one behind it, and the text in which these count.
+    """
     size = _READ
     while True:
         try:
             value, end = decoder.raw_decode(text, at)
             # A number at the end of what was read may go on.
             if end < len(text) or text[at] in '{["':
-                return value, end, text
+                return value, at, end, text
             problem = "cut off"
         except ValueError as error:
             problem = getattr(error, "msg", str(error))
@@ -259,7 +264,8 @@ def _parquet(file: Path) -> Any:
             f"{file}: Parquet files need pyarrow; run `pip install 'astrai-train[parquet]'`"
         ) from None
     try:
-        return pyarrow.parquet.ParquetFile(file)
+        # Without a buffer a row group is read whole, however large it is.
+        return pyarrow.parquet.ParquetFile(file, buffer_size=_READ)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: not a readable Parquet file: {' '.join(str(error).split())}") from None
 
@@ -267,9 +273,10 @@ def _parquet(file: Path) -> Any:
 def _read_parquet(piece: Piece) -> Iterator[Record]:
     file = _parquet(piece.file)
     index = sum(file.metadata.row_group(i).num_rows for i in range(piece.start))
-    for batch in file.iter_batches(batch_size=1024, row_groups=range(piece.start, piece.stop)):
+    for batch in file.iter_batches(batch_size=256, row_groups=range(piece.start, piece.stop)):
+        n_bytes = batch.nbytes // max(batch.num_rows, 1)
         for value in batch.to_pylist():
-            yield Record(index, value)
+            yield Record(index, value, n_bytes)
             index += 1
 
 

@@ -1,0 +1,185 @@
+"""What HTTP costs: the same requests to an engine of this process and, streamed, to a server; and whether its loop stalls.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --model smollm2 --streams 32
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --model tiny --streams 256 --new-tokens 64
+
+The server is ``astrai serve``'s: a process with the event loop, another with the engine. Rounds of the bare engine and of
+HTTP take turns, with the same prompts of token ids; every streamed text must be the bare engine's, or the run fails. The
+clients are part of the time over HTTP. A stall is how much later than asked a task of the server's loop was woken: on a
+machine that others use too that includes waiting for a core, so the time that the loop's own thread ran between two
+wake-ups stands beside it, which bounds what the code can have blocked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import gc
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvloop
+from benchmarks.measure import table
+from uvicorn import Config
+
+from astrai_core import SamplingParams
+from astrai_core.checkpoint.source import open_source
+from astrai_infer import InferenceEngine
+from astrai_infer.client import EngineClient
+from astrai_infer.server.app import create_app
+from astrai_infer.server.config import ServerConfig
+from astrai_infer.server.run import DrainingServer
+from astrai_infer.server.serving import Serving
+from astrai_infer.testing import small_engine, tiny_model
+from astrai_infer.testing.tokenizer import byte_tokenizer
+
+TICK_S = 0.005
+
+
+def make_engine(model: str, streams: int) -> InferenceEngine:
+    """Build the engine that is measured; "tiny" has two layers of 32 channels, so that HTTP is nearly all there is."""
+    if model == "tiny":
+        return small_engine(tiny_model(max_position_embeddings=1024), max_num_seqs=streams)
+    return InferenceEngine.from_pretrained(model, max_num_seqs=streams, max_seq_len=1024)
+
+
+def serve(model: str, streams: int, channel: Connection) -> None:
+    """Serve in a process of its own: say the port, then, for each message, the stalls since the one before."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(model, streams, channel))
+
+
+async def _serve(model: str, streams: int, channel: Connection) -> None:
+    client = await EngineClient.start_process(functools.partial(make_engine, model, streams))
+    try:
+        settings = ServerConfig(model=model, access_log=False)
+        source = None if model == "tiny" else open_source(model)
+        tokenizer = byte_tokenizer() if source is None else source.tokenizer()
+        serving = Serving(client, tokenizer, settings, {})
+        server = DrainingServer(Config(create_app(serving), port=0, log_config=None, lifespan="off"), serving)
+        running = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        gc.collect()
+        gc.freeze()
+        channel.send(server.servers[0].sockets[0].getsockname()[1])
+        stalls: list[tuple[float, float]] = []
+        watching, before_s = asyncio.create_task(_watch(stalls)), time.process_time()
+        while await asyncio.to_thread(channel.recv):
+            used_s, before_s = time.process_time() - before_s, time.process_time()
+            channel.send((max(wall for wall, _ in stalls), max(ran for _, ran in stalls), used_s))
+            stalls.clear()
+        watching.cancel()
+        server.should_exit = True
+        await running
+    finally:
+        await client.close()
+
+
+async def _watch(stalls: list[tuple[float, float]]) -> None:
+    while True:
+        began, ran = time.perf_counter(), time.thread_time()
+        await asyncio.sleep(TICK_S)
+        stalls.append((time.perf_counter() - began - TICK_S, time.thread_time() - ran))
+
+
+async def ask(port: int, body: dict[str, Any]) -> str:
+    """Send one request on a connection of its own and return the text that was streamed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    texts = []
+    async for line in reader:
+        if line.startswith(b"data: {"):
+            texts.append(json.loads(line[6:])["choices"][0]["text"])
+    writer.close()
+    return "".join(texts)
+
+
+async def ask_all(port: int, prompts: Sequence[list[int]], body: dict[str, Any]) -> list[str]:
+    """Send all requests at once."""
+    return await asyncio.gather(*(ask(port, {**body, "prompt": prompt}) for prompt in prompts))
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of one run.
+
+    Raises
+    ------
+    SystemExit
+        If a streamed text is not the bare engine's.
+    """
+    model, n, new_tokens = arguments.model, arguments.streams, arguments.new_tokens
+    ours, theirs = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(model, n, theirs))
+    server.start()
+    times: dict[str, list[float]] = {"engine": [], "http": []}
+    seen: list[tuple[float, float, float]] = []
+    generator = torch.Generator().manual_seed(0)
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    body = {"model": model, "temperature": 0, "max_tokens": new_tokens, "ignore_eos": True, "stream": True}
+    try:
+        port = ours.recv()
+        with make_engine(model, n) as engine:
+            for i in range(arguments.rounds + 1):
+                prompts = torch.randint(97, 123, (n, arguments.prompt_len), generator=generator).tolist()
+                began = time.perf_counter()
+                expected = engine.generate(prompts, params)
+                times["engine"].append(time.perf_counter() - began)
+                ours.send(True)
+                ours.recv()
+                began = time.perf_counter()
+                texts = asyncio.run(ask_all(port, prompts, body))
+                times["http"].append(time.perf_counter() - began)
+                ours.send(True)
+                seen.append(ours.recv())
+                if texts != [each.text for each in expected]:  # type: ignore[union-attr]
+                    raise SystemExit(f"round {i}: a streamed text differs from the bare engine's")
+    finally:
+        ours.send(False)
+        server.join()
+    warm = {name: each[1:] for name, each in times.items()}  # the first round takes memory and connections
+    engine_s, http_s = statistics.median(warm["engine"]), statistics.median(warm["http"])
+    return {
+        "model": model,
+        "streams": n,
+        "prompt_len": arguments.prompt_len,
+        "new_tokens": new_tokens,
+        "engine_s": engine_s,
+        "http_s": http_s,
+        "cost": http_s / engine_s - 1,
+        "best_cost": min(warm["http"]) / min(warm["engine"]) - 1,
+        "tokens_per_s": n * new_tokens / http_s,
+        "server_us_per_token": 1e6 * statistics.median(used for *_, used in seen[1:]) / (n * new_tokens),
+        "max_stall_ms": 1000 * max(wall for wall, _, _ in seen),
+        "max_stall_cpu_ms": 1000 * max(ran for _, ran, _ in seen),
+        "times": warm,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2", help="what `astrai serve` takes, or tiny")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--prompt-len", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    found = measure(arguments)
+    print(table([found], [name for name in found if name != "times"]))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
