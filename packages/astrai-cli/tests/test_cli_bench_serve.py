@@ -236,7 +236,7 @@ def test_the_commands_of_bench_and_their_flags(run: Any) -> None:
         ],
         "serve": [
             *"--url --api-key --model -m --timeout --requests --rate --concurrency --prompt-len --new-tokens".split(),
-            *"--stream --warmup --seed --json --output -o --debug".split(),
+            *"--stream --warmup --seed --processes --json --output -o --debug".split(),
         ],
     }
     assert all(
@@ -255,6 +255,8 @@ def test_the_commands_of_bench_and_their_flags(run: Any) -> None:
         (("--prompt-len", "9:3"), 2, "'9:3' is neither a length nor SHORTEST:LONGEST"),
         (("--new-tokens", "x"), 2, "--new-tokens"),
         (("--rate", "0"), 2, "--rate"),
+        (("--processes", "4", "--concurrency", "3"), 2, "--processes: 4 are more than can send at once"),
+        (("--url", "http://h:p"), 2, "--url: 'http://h:p' is not a URL"),
         (("--url", "nonsense"), 1, "nonsense"),
         (("--url", "http://127.0.0.1:PORT"), 1, "cannot be reached (ConnectError); start a server with `astrai serve`"),
     ],
@@ -303,6 +305,7 @@ class TestRealServer:
             finished = live.serving.metrics.finished
             refused = run("bench", "serve", "--url", live.url)
             unknown = run(*command, "--model", "other")
+            several = json.loads(run(*command, "--json", "--warmup", 0, "--processes", 3, "--concurrency", 4).stdout)
             failing = run(*command, "--prompt-len", 300, "--warmup", 0)
         jobs = Plan(12, 200.0, (5, 20), (3, 9), 0).jobs([1])
         assert report["model"] == "tiny" and (report["n_requests"], report["n_failed"]) == (12, 0)
@@ -310,7 +313,8 @@ class TestRealServer:
         assert report["prompt_tokens"] == sum(len(job.prompt) for job in jobs)
         assert 0 < report["itl_s"]["p50"] <= report["itl_s"]["p99"] and report["peak_concurrency"] <= 4
         assert report["ttft_s"]["max"] <= report["latency_s"]["max"] <= report["duration_s"]
-        assert finished == {"length": 12 + 2 + 12}
+        assert (several["n_failed"], several["output_tokens"]) == (0, 12 * 64) and several["peak_concurrency"] <= 4
+        assert finished == {"length": 12 + 2 + 12 + 12}
         assert refused.exit_code == 1 and "refused /v1/models with 401: the API key" in refused.stderr
         assert unknown.exit_code == 1 and "does not serve 'other'; ask for one of tiny" in unknown.stderr
         assert failing.exit_code == 1 and "error           12 x 400: prompt has 300 tokens" in failing.stdout

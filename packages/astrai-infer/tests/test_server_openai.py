@@ -187,7 +187,7 @@ async def test_logprobs_choices_and_usage() -> None:
         ]
         assert [told(entry) for entry in streamed] == [told(entry) for entry in entries]
     assert not any("usage" in chunk for chunk in silent)
-    assert counted[-1]["choices"] == [] and not any("usage" in chunk for chunk in counted[:-1])
+    assert counted[-1]["choices"] == [] and all(chunk["usage"] is None for chunk in counted[:-1])
     assert counted[-1]["usage"]["completion_tokens"] == 12 == whole["usage"]["completion_tokens"]
     assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert counted[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}, "a page, from the answer before"

@@ -368,6 +368,7 @@ class TestInBrowser:
             tab.wait(f"ui.log.scrollTop > 400 && {left} < 48")
             tab.look(300, 500, "light")
             tab.wait(f"innerWidth === 300 && {left} < 48")
+            tab.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")  # resize is told
             length = tab.js("ui.log.scrollTop = 100, turns[0].text.length")
             tab.wait(f"turns[0].text.length > {length + 60}")
             assert tab.js("running && ui.log.scrollTop") == 100

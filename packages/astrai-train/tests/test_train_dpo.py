@@ -290,6 +290,22 @@ def test_the_cache_of_a_run_is_computed_once(pair_recipe: Any, tmp_path: Path, m
     assert not np.array_equal(other.values, first.values)
 
 
+def test_a_cache_is_computed_as_training_computes(
+    pair_recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel that the recipe names: the reference is the model's equal at the start."""
+    able: list[bool] = []
+    complete = build.complete_cache
+
+    def look(*args: Any) -> CachedLogprobs:
+        able.append(torch.backends.cuda.flash_sdp_enabled())
+        return complete(*args)
+
+    monkeypatch.setattr(build, "complete_cache", look)
+    build.open_reference(pair_recipe({"precision.attention": "math"}), torch.device("cpu"), tmp_path, 0)
+    assert able == [False]
+
+
 def test_which_reference_a_recipe_means(pair_recipe: Any, tmp_path: Path) -> None:
     """``auto`` is the adapter off under LoRA and a copy otherwise; losses without reference get none."""
     lora = {"lora": {}, "model": {"pretrained": "somewhere"}}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import multiprocessing
 import os
 import random
 import signal
@@ -125,6 +127,45 @@ def test_a_signal_finishes_the_step_and_saves(run_recipe: Recipe, number: signal
     result = train(TrainConfig.from_dict(run_recipe()), callbacks=[StopAfter(2, number)])
     assert (result.step, result.stopped_by, result.checkpoint.name) == (2, number.name, "step_2")
     assert signal.getsignal(number) is before
+
+
+class StopAll(StopAfter):
+    """Signals the processes that prepare the data too, as a cluster and a terminal's Ctrl-C do."""
+
+    def on_step_end(self, context: TrainContext, record: StepRecord) -> None:
+        if record.step == self.step:
+            workers = multiprocessing.active_children()
+            assert len(workers) == 2
+            subprocess.run(["kill", f"-{int(self.number)}", *(str(worker.pid) for worker in workers)], check=True)
+            time.sleep(0.5)  # for the death of one to be told, if it dies
+            assert all(worker.is_alive() for worker in workers)
+        super().on_step_end(context, record)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_finishes_the_step(run_recipe: Recipe, number: signal.Signals) -> None:
+    """Training rule 6; and the workers end with the run."""
+    result = train(TrainConfig.from_dict(run_recipe({"data.workers": 2})), callbacks=[StopAll(2, number)])
+    assert (result.step, result.stopped_by, result.checkpoint.name) == (2, number.name, "step_2")
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_failure_leaves_no_worker(run_recipe: Recipe, tmp_path: Path) -> None:
+    """A process that fails ends its workers and itself: they obey its signal, and no other's."""
+    TrainConfig.from_dict(run_recipe({"data.workers": 2})).to_yaml(tmp_path / "recipe.yaml")
+    code = (
+        "import sys\n"
+        "from astrai_train import Callback, TrainConfig\n"
+        "from astrai_train.run import train\n"
+        "class Fail(Callback):\n"
+        "    def on_step_end(self, context, record):\n"
+        "        raise ZeroDivisionError\n"
+        "train(TrainConfig.from_yaml(sys.argv[1]), callbacks=[Fail()])"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "recipe.yaml")]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
 
 
 def test_a_signal_in_the_last_step_stops_nothing(run_recipe: Recipe) -> None:

@@ -14,6 +14,7 @@ from torch import distributed
 
 from astrai_core.errors import AstraiError, BackendError, CheckpointError, ConfigError, DataError
 from astrai_train import TrainConfig
+from astrai_train.parallel.mode import ParallelMode
 from astrai_train.parallel.shards import HostCopies, read_tensors, write_tensors
 from astrai_train.parallel.world import World
 from astrai_train.run import build, train
@@ -79,6 +80,15 @@ def test_an_error_of_rank_0_is_everybody_s() -> None:
     with pytest.raises(DataError, match="nothing there"):
         World(CPU).first(work)
     assert World(CPU).first(lambda: 5) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_gradients_is_not_rounded(dtype: torch.dtype) -> None:
+    """Rule 8: of bf16 weights too."""
+    grads = [torch.randn(n, 7, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (900, 30, 1)]
+    expected = torch.cat([grad.flatten().double() for grad in grads]).norm()
+    found = ParallelMode(World(CPU)).total_norm(grads)
+    assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_losses_of_ranks_are_weighed_by_what_they_supervise() -> None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from astrai_cli.loading import busy
-from astrai_cli.options import debug_option
+from astrai_cli.options import blame, debug_option
 from astrai_cli.output import print_json, whole_file
 
 if TYPE_CHECKING:
-    from astrai_cli.load import LoadReport, Plan, Record
+    from astrai_cli.load import LoadReport, Server
 
 SERVER_PANEL, LOAD_PANEL, SHOWN_PANEL = "Server", "Load", "What is shown"
 
@@ -62,6 +62,7 @@ class Lengths(click.ParamType):
 @click.option("--stream/--no-stream", default=True, panel=LOAD_PANEL, help="Streamed answers show the times of tokens.")
 @click.option("--warmup", type=click.IntRange(0), default=2, metavar="N", panel=LOAD_PANEL, help="Requests before.")
 @click.option("--seed", type=int, default=0, metavar="S", panel=LOAD_PANEL, help="Of arrivals, lengths and prompts.")
+@click.option("--processes", type=click.IntRange(1), default=1, metavar="N", panel=LOAD_PANEL, help="That send.")
 @click.option("--json", "as_json", is_flag=True, show_default=False, panel=SHOWN_PANEL, help="Print one JSON object.")
 @click.option(
     "--output",
@@ -85,13 +86,15 @@ def serve(
     stream: bool,
     warmup: int,
     seed: int,
+    processes: int,
     as_json: bool,
     output: Path | None,
 ) -> None:
     """Put load on a running server, and measure what its clients see.
 
     Prompts are random tokens, so that no two share a prefix; answers have the length that was asked for. Times are
-    those of this client: give it a core of its own. The exit code is 1 if every request failed.
+    those of this client: give it a core of its own, and more processes where tokens come faster than 5,000 a second. The
+    exit code is 1 if every request failed.
 
     \b
     astrai bench serve --rate 8 --requests 200 --prompt-len 100:500 --new-tokens 128
@@ -100,11 +103,19 @@ def serve(
         from astrai_core.errors import MissingDependencyError
 
         raise MissingDependencyError("this command needs httpx; run `pip install 'astrai-cli[serve]'`")
+    if processes > min(requests, concurrency or requests):
+        raise click.UsageError(f"--processes: {processes} are more than can send at once; start fewer")
     with busy("Sending requests"):
-        from astrai_cli.load import LoadReport, Plan
+        from astrai_cli.load import Job, LoadReport, Plan, Server, send
+        from astrai_core.errors import ConfigError
 
         plan = Plan(requests, rate, prompt_len, new_tokens, seed)
-        served, records = asyncio.run(_run(url, api_key, model, timeout, plan, concurrency, stream, warmup))
+        server = Server(url, api_key, timeout)
+        with blame(None, ConfigError):
+            served, token_ids = asyncio.run(_find(server, model))
+        first = Job(0.0, token_ids[: prompt_len[0]], new_tokens[0])
+        send(server, served, stream, [first] * warmup, 1)
+        records = send(server, served, stream, plan.jobs(token_ids), concurrency, processes)
     report = LoadReport.of(records)
     facts = {
         "url": url,
@@ -125,32 +136,13 @@ def serve(
         raise click.ClickException(f"every request failed; the first: {next(iter(report.errors))}")
 
 
-async def _run(
-    url: str,
-    api_key: str | None,
-    model: str | None,
-    timeout: float,
-    plan: Plan,
-    concurrency: int | None,
-    stream: bool,
-    warmup: int,
-) -> tuple[str, list[Record]]:
-    import httpx
+async def _find(server: Server, model: str | None) -> tuple[str, list[int]]:
+    """The model's name, and tokens to make prompts of."""
+    from astrai_cli.load import Target
 
-    from astrai_cli.load import Job, Target
-
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    try:
-        http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
-    except (httpx.InvalidURL, ValueError) as error:
-        raise click.UsageError(f"--url: {url!r} is not a URL ({error})") from None
-    async with http:
-        target = await Target.find(http, model, stream=stream)
-        ids = await target.token_ids()
-        first = [Job(0.0, ids[: plan.prompt_len[0]], plan.new_tokens[0])] * warmup
-        await target.run(first, 1)
-        return target.model, await target.run(plan.jobs(ids), concurrency)
+    async with server.client() as http:
+        target = await Target.find(http, model)
+        return target.model, await target.token_ids()
 
 
 def _lines(report: LoadReport) -> list[str]:

@@ -124,7 +124,7 @@ def serve(config_path: Path | None, **flags: Any) -> None:
     from astrai_infer.server.run import serve as run
 
     click.echo(f"Loading {config.model}", err=True)
-    run(config, lambda url: click.echo(f"Serving {config.names[0]} at {url} (its API: {url}/docs)", err=True))
+    run(config, lambda url: click.echo(f"Serving {config.names[0]} at {url} (to chat; its API: {url}/docs)", err=True))
 
 
 def _show_log() -> None:

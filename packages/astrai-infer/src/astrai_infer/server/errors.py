@@ -93,8 +93,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _invalid(error: RequestValidationError) -> ApiError:
-    """One complaint: of those about a field's alternatives, the one that got furthest."""
-    first = max(error.errors(), key=lambda each: len(each["loc"]))
+    """One complaint: of those about a field's alternatives, the one that got furthest, or was not about its type."""
+    first = max(error.errors(), key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     location = [part for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}; correct it")

@@ -93,6 +93,7 @@ class ChatAnswer:
         self._prompt = prompt
         self._running = running
         self._head = {"id": answer_id, "created": running.created, "model": body.model}
+        self._head |= {"usage": None} if body.tells_usage else {}
         self._choices = [Choice(prompt.new_parser()) for _ in range(n)]
 
     async def whole(self) -> Response:
@@ -118,7 +119,7 @@ class ChatAnswer:
                     chunks.append(self._chunk(group.choice, first))
                 chunks += self._group_chunks(group)
             yield "".join(chunks)
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+        if self._body.tells_usage:
             yield event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 

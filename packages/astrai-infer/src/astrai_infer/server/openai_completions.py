@@ -112,6 +112,7 @@ class CompletionAnswer:
             "object": "text_completion",
             "created": running.created,
             "model": body.model,
+            **({"usage": None} if body.tells_usage else {}),
         }
         self._prompts = prompts
         self._texts = texts
@@ -137,7 +138,7 @@ class CompletionAnswer:
                 self._take(group)
                 chunks.append(self._chunk(group, text))
             yield "".join(chunks)
-        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+        if self._body.tells_usage:
             yield event({**self._head, "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"
 

@@ -206,6 +206,11 @@ class Sampling(Strict):
             raise ValueError("stream_options needs stream: true")
         return self
 
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream ends with the token counts; all chunks before have a `usage` of null then."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
     def sampling(self) -> dict[str, Any]:
         """Fields of SamplingParams that were given, but for lengths, log-probabilities and structure."""
         names = """temperature top_p n stop seed presence_penalty frequency_penalty top_k min_p repetition_penalty

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -318,9 +321,25 @@ def _loader(batches: Batches, draws: _Draws, workers: int) -> DataLoader[TrainBa
         batch_size=None,
         num_workers=workers,
         collate_fn=_unchanged,
+        worker_init_fn=_leave_signals,
         # Without a generator of its own every iteration draws from torch's global stream, and resuming is not exact.
         generator=torch.Generator(),
     )
+
+
+def _leave_signals(worker: int) -> None:
+    """Let a worker outlast what asks all processes to stop: the training process finishes its step, and needs rows."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Obey the SIGTERM of the training process, by which it ends its workers, and of nobody else."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from astrai_train.optim.matrix import local
 
@@ -59,8 +58,10 @@ class ParallelMode:
 
     @torch.no_grad()
     def total_norm(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return the norm of all gradients together, the same on every rank (row D2)."""
-        return get_total_norm([local(grad) for grad in grads])
+        """Return the norm of all gradients together, float32, the same on every rank (row D2)."""
+        # Not torch's get_total_norm, which rounds it to the gradients' dtype: three digits in bf16.
+        norms = torch._foreach_norm([local(grad) for grad in grads], 2.0, dtype=torch.float32)
+        return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def create_mode(config: TrainConfig, world: World) -> ParallelMode:

@@ -14,7 +14,7 @@ from astrai_train.config import DPOConfig, TrainConfig
 from astrai_train.config.strategy import REFERENCE_FREE_LOSSES
 from astrai_train.data.dataset import open_valid_sources
 from astrai_train.models import fingerprint, starting_model
-from astrai_train.precision import autocast
+from astrai_train.precision import attention, autocast
 from astrai_train.strategy import dpo, seq, sft  # noqa: F401  (registers the strategies)
 from astrai_train.strategy.base import BaseStrategy, StrategyFactory
 from astrai_train.strategy.preference_losses import create_preference_loss
@@ -109,7 +109,7 @@ def _complete(config: TrainConfig, device: torch.device, pad_id: int, path: Path
     if all(cache.has(batch) for source in sources for batch in source):
         return
     reference = starting_model(config, device)
-    with autocast(config, device):
+    with autocast(config, device), attention(config, device):
         for source in sources:
             cache = complete_cache(cache, source, reference, strategy.loss_chunk_tokens)
     cache.save(path, model)

@@ -84,7 +84,7 @@ class PreprocessConfig(BaseConfig):
     """Bad rows that ``skip`` bears before it stops as well."""
 
     workers: NonNegativeInt | None = None
-    """Processes; null takes one for each core, 0 works in this one."""
+    """Processes; null takes one for each core, up to 16 (further cores become threads in each), 0 works in this one."""
 
     chunk_bytes: Annotated[int, Field(ge=16)] = 1 << 20
     """Bytes of a file that one worker takes at a time."""
