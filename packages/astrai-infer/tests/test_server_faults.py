@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import random
 import signal
@@ -90,33 +91,54 @@ def test_random_aborts_leave_the_pool_full() -> None:
         assert httpx.post(f"{live.url}/v1/completions", json=LONG).status_code == 200
 
 
+async def streamed(app: Any, body: dict[str, Any]) -> str:
+    """Send one request past the sockets and return the text that is streamed."""
+    parts: list[Any] = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    data = bytearray()
+
+    async def receive() -> Any:
+        return parts.pop() if parts else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        data.extend(message.get("body", b""))
+
+    path, headers = "/v1/completions", [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    await app(scope, receive, send)
+    lines = [line[6:] for line in bytes(data).decode().split("\n\n") if line.startswith("data: {")]
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
 @pytest.mark.anyio
 async def test_many_streams_are_exact() -> None:
-    """Rules 1, 23: 64 streams at once say what each says alone, and the event loop stays awake."""
-    prompts = [f"prompt {i * i}" for i in range(64)]
-    with small_engine(tiny_model(), max_num_seqs=32) as alone:
-        expected = [c.text for c in alone.generate(prompts, _greedy(40))]  # type: ignore[union-attr]
+    """Rules 1, 23: 256 streams at once say what each says alone, and nothing holds the event loop for 50 ms.
+
+    What is counted is the time that the loop's thread itself ran from one wake-up to the next, so that neither the
+    engine beside it nor a busy machine is.
+    """
+    prompts = [f"prompt {i * i}" for i in range(256)]
+    with small_engine(tiny_model(), max_num_seqs=64) as alone:
+        expected = [c.text for c in alone.generate(prompts, _greedy(24))]  # type: ignore[union-attr]
     stalls: list[float] = []
 
     async def watch() -> None:
         while True:
-            before = time.monotonic()
-            await asyncio.sleep(0.005)
-            stalls.append(time.monotonic() - before)
+            before = time.thread_time()
+            await asyncio.sleep(0.001)
+            stalls.append(time.thread_time() - before)
 
-    async with local(small_engine(tiny_model(), max_num_seqs=32)) as (_, http):
-
-        async def one(prompt: str) -> str:
-            body = {"model": "tiny", "prompt": prompt, "max_tokens": 40, "temperature": 0, "stream": True}
-            answer = await http.post("/v1/completions", json=body)
-            lines = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: {")]
-            return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
-
+    async with serving(small_engine(tiny_model(), max_num_seqs=64), access_log=False) as served:
+        app = create_app(served)
+        body = {"model": "tiny", "max_tokens": 24, "temperature": 0, "stream": True}
+        await streamed(app, {**body, "prompt": "warm"})
+        gc.collect()
+        gc.freeze()  # as `astrai serve` does
         watching = asyncio.create_task(watch())
-        texts = await asyncio.gather(*map(one, prompts))
+        texts = await asyncio.gather(*(streamed(app, {**body, "prompt": prompt}) for prompt in prompts))
         watching.cancel()
+        gc.unfreeze()
     assert texts == expected
-    assert sorted(stalls)[len(stalls) // 2] < 0.05
+    assert len(stalls) > 10 and max(stalls) < 0.05, sorted(stalls)[-5:]
 
 
 def _greedy(n: int) -> Any:
