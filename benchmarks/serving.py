@@ -1,7 +1,7 @@
 """What HTTP costs: the same requests to an engine of this process and, streamed, to a server; and whether its loop stalls.
 
     OMP_NUM_THREADS=1 python -m benchmarks.serving --model smollm2 --streams 32
-    OMP_NUM_THREADS=1 python -m benchmarks.serving --model tiny --streams 256 --new-tokens 64
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --model tiny --streams 256 --new-tokens 48
 
 The server is ``astrai serve``'s: a process with the event loop, another with the engine. Rounds of the bare engine and of
 HTTP take turns, with the same prompts of token ids; every streamed text must be the bare engine's, or the run fails. The
