@@ -86,8 +86,8 @@ def test_greedy_tokens_up_to_the_first_near_tie(theirs, ours, tokenizer):
     assert compared > n, "the comparison must not end at the first token"
 
 
+ALONE = {"max_num_seqs": 1, "prefix_cache": False}
 WAYS = {
-    "alone": {"max_num_seqs": 1, "prefix_cache": False},
     "batched": {"max_num_seqs": 4},
     "chunks of 1": {"max_num_seqs": 1, "max_batch_tokens": 1},
     "chunks of 3": {"max_num_seqs": 2, "max_batch_tokens": 3},
@@ -99,16 +99,9 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def served_alone():
-    """Tokens and logits of the first way, for the others to be compared with."""
-    return {}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_one_answer_whatever_the_way(ours, tokenizer, served_alone, way):
-    """Rule 1: tokens are identical, logits within 1e-5 of the largest one, alone or in any company and order."""
-    settings = {"max_seq_len": 128, **WAYS[way]}
+def serve(ours, tokenizer, way, settings):
+    """Return the tokens and logits of the first prompt's answer, served one way."""
+    settings = {"max_seq_len": 128, **settings}
     if pages := settings.pop("n_pages", None):
         config = ours.config
         token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
@@ -141,11 +134,20 @@ def test_one_answer_whatever_the_way(ours, tokenizer, served_alone, way):
             assert completion.usage.cached_tokens == ((len(ids) - 1) // 16 * 16 if way == "warm prefix cache" else 0)
         assert (engine.scheduler.n_preemptions > 0) == (way == "preempted")
     assert len(tokens) == len(logits) == 12
-    if way == "alone":
-        served_alone.update(tokens=tokens, logits=torch.stack(logits))
-    expected = served_alone["logits"]
-    assert tokens == served_alone["tokens"]
-    torch.testing.assert_close(torch.stack(logits), expected, atol=1e-5 * float(expected.abs().max()), rtol=0.0)
+    return tokens, torch.stack(logits)
+
+
+@pytest.fixture(scope="module")
+def served_alone(ours, tokenizer):
+    return serve(ours, tokenizer, "alone", ALONE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_answer_whatever_the_way(ours, tokenizer, served_alone, way):
+    """Rule 1: tokens are identical, logits within 1e-5 of the largest one, alone or in any company and order."""
+    tokens, logits = serve(ours, tokenizer, way, WAYS[way])
+    assert tokens == served_alone[0]
+    torch.testing.assert_close(logits, served_alone[1], atol=1e-5 * float(served_alone[1].abs().max()), rtol=0.0)
 
 
 def test_facts_of_the_model(tokenizer, ours):

@@ -17,6 +17,7 @@ _FUNCTIONS = (
     "attention_decode",
     "attention_plan",
     "attention_prefill",
+    "attention_scalar",
     "build_info",
     "embedding",
     "gated_activation",
