@@ -61,8 +61,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the slow tests, so that no worker is left with one at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Begin with the slow tests, the longest of them first, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: ("test_wheels_alone" not in item.nodeid, item.get_closest_marker("slow") is None))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
