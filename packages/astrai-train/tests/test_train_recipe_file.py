@@ -130,6 +130,8 @@ def recipes(draw: st.DrawFn) -> TrainConfig:
     )
     if data["strategy"]["name"] == "dpo":  # pairs are not packed
         data["data"].pop("packing", None)
+    if "eval_interval" not in data:  # nobody would look at it
+        data["data"].pop("valid", None)
     if "pretrained" not in data["model"]:  # there is nothing to adapt
         data.pop("lora", None)
     return TrainConfig.from_dict(data | draw(st.sampled_from([{"max_steps": 100}, {"epochs": 0.5}])))
