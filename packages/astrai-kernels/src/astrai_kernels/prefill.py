@@ -72,15 +72,10 @@ def prefill_attention(
     RuntimeError
         If an input requires a gradient while gradients are enabled, or CUDA refuses the launch.
     """
-    refuse_grad("prefill_attention", q=q, k=k, v=v, out=out)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    _prefill_op(
-        q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, out, lse, mask, sinks, scale, window or 0, softcap,
-        k_scale, v_scale,
+    return _attend(
+        _prefill_op, "prefill_attention", q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, out, lse, mask, sinks,
+        scale, window, softcap, k_scale, v_scale,
     )  # fmt: skip
-    return out
 
 
 def scalar_attention(
@@ -122,13 +117,24 @@ def scalar_attention(
     RuntimeError
         If an input requires a gradient while gradients are enabled, or CUDA refuses the launch.
     """
-    refuse_grad("scalar_attention", q=q, k=k, v=v, out=out)
+    return _attend(
+        _scalar_op, "scalar_attention", q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, out, lse, mask, sinks,
+        scale, window, softcap, k_scale, v_scale,
+    )  # fmt: skip
+
+
+def _attend(
+    op: Callable[..., None], name: str, q: Tensor, k: Tensor, v: Tensor, qo_indptr: Tensor, seq_lens: Tensor,
+    table: Tensor | None, rows: Tensor | None, out: Tensor | None, lse: Tensor | None, mask: Tensor | None,
+    sinks: Tensor | None, scale: float | None, window: int | None, softcap: float, k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    refuse_grad(name, q=q, k=k, v=v, out=out)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    _scalar_op(
-        q, k, v, qo_indptr, seq_lens, req_to_token, req_indices, out, lse, mask, sinks, scale, window or 0, softcap,
-        k_scale, v_scale,
+    op(
+        q, k, v, qo_indptr, seq_lens, table, rows, out, lse, mask, sinks, scale, window or 0, softcap, k_scale, v_scale,
     )  # fmt: skip
     return out
 
