@@ -17,14 +17,16 @@ from typing import Any
 import httpx
 import pytest
 
-from astrai_core.errors import ModelNotFoundError
+from astrai_core.errors import EngineError, ModelNotFoundError
+from astrai_core.types import Usage
 from astrai_infer.client import EngineClient
 from astrai_infer.engine import InferenceEngine
 from astrai_infer.server import serving as serving_module
 from astrai_infer.server.app import create_app
-from astrai_infer.server.serving import Serving
+from astrai_infer.server.serving import Running, Serving
 from astrai_infer.testing import small_engine, tiny_model
 from astrai_infer.testing.server import Says, live_server, saying_engine, serving
+from astrai_infer.wire import End, Piece
 
 ASK = [{"role": "user", "content": "Hi!"}]
 LONG = {"model": "tiny", "prompt": "a", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -245,6 +247,25 @@ async def test_a_failing_step_ends_its_request_and_nothing_else() -> None:
         engine.model.script = good
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
         assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_what_was_made_before_a_failure_is_given_out() -> None:
+    """Rule 10: pieces that come at once with the error reach the client before it, also those of the other choices."""
+    usage = Usage(prompt_tokens=1, completion_tokens=2, cached_tokens=0)
+    failed = End("error", None, usage, None, 0, "the device is gone")
+    done = failed._replace(finish_reason="stop", error=None)
+    async with serving(saying_engine(Says("x"))) as served:
+        running = Running(served, "r", [[1]], 2)
+        generation = running._generation
+        generation.add(7, 2)
+        for choice, text, end in ((0, "fi", None), (1, "all", done), (0, "n", failed)):
+            generation.put(Piece(7, choice, text, (), (), end))
+        taken = []
+        with pytest.raises(EngineError, match="the device is gone"):
+            async for pieces in running:
+                taken += [(piece.choice, piece.text, piece.end) for piece in pieces]
+        assert taken == [(0, "fi", None), (1, "all", done), (0, "n", None)]
 
 
 @pytest.mark.anyio

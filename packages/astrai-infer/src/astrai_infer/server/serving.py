@@ -45,10 +45,17 @@ class Running:
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         async for pieces in self._generation:
             self._clock.on_pieces(pieces)
+            error, made = None, []
             for piece in pieces:
                 if piece.end is not None and piece.end.error is not None:
-                    raise EngineError(piece.end.error)
-            yield pieces
+                    error = piece.end.error
+                    piece = piece._replace(end=None)
+                if piece.text or piece.token_ids or piece.end is not None:
+                    made.append(piece)
+            if made:
+                yield made
+            if error is not None:
+                raise EngineError(error)
 
     def close(self) -> None:
         """Abort what still runs. Idempotent."""
