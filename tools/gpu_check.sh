@@ -102,8 +102,11 @@ run_tests() {
   rm -f "$WORK/test.xml"
   local status=0 family workers=()
   if PYTHONPATH=$PYTHONPATH "$PYTHON" -c 'import xdist' 2>/dev/null; then workers=(-n "${ASTRAI_TEST_WORKERS:-8}"); fi
-  PYTHONPATH=$PYTHONPATH "${LIMIT[@]}" "$PYTHON" -m pytest -m gpu "${workers[@]}" -q -p no:cacheprovider --durations=5 \
-    --junitxml="$WORK/test.xml" "${files[@]}" 2>&1 | tee "$OUT/test.log" || status=$?
+  # A line for each test as it ends: a run that its limit cuts short has named its failures.
+  PYTHONPATH=$PYTHONPATH "${LIMIT[@]}" "$PYTHON" -m pytest -m gpu "${workers[@]}" -v -p no:cacheprovider --durations=5 \
+    --tb=short -rfE --junitxml="$WORK/test.xml" "${files[@]}" >"$OUT/test.log" 2>&1 || status=$?
+  grep -aE 'FAILED|ERROR|^E  |^=+ .*(passed|failed|error)' "$OUT/test.log" | sort -u | head -n 60 || true
+  printf 'pytest: status %d, %d passed\n' "$status" "$(grep -ac PASSED "$OUT/test.log" || true)"
   local results=(--command "pytest=$status")
   [[ -f $WORK/test.xml ]] && results+=(--junit "$WORK/test.xml")
   for family in "${FAMILIES[@]}"; do
