@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 
 import pytest
@@ -70,6 +71,35 @@ def test_with_and_without_the_kernels(served, monkeypatch):
     agree(by_kernels, served(backend, dtype=torch.bfloat16, device="cuda", page_size=16), torch.bfloat16)
     with pytest.raises(BackendError, match="reinstall astrai-kernels"):
         resolve_backend("cuda", CUDA, 64, torch.bfloat16)
+
+
+@torch.no_grad()
+def test_flash_on_a_real_library(step_pool, attention_formula, monkeypatch):
+    """A3, A4: the probe and both calls on FlashAttention-3; its forward-only wheel knows neither pages nor windows."""
+    library = pytest.importorskip("fa3_fwd_interface", reason="fa3-fwd is not installed")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FlashAttention-3 is for Hopper")
+    monkeypatch.setitem(sys.modules, flash.GENERATIONS[0].module, library)
+    flash.probe.cache_clear()
+    try:
+        backend = resolve_backend("flash", CUDA, 64, torch.bfloat16)
+        assert type(backend) is flash.FlashAttnBackend
+        pool = step_pool([None], 2, 64, 3, 256, 256, contiguous=True, dtype=torch.bfloat16, device="cuda")
+        for buffer in pool.buffers[0]:
+            buffer.normal_()
+        spec = AttentionSpec(layer=0, n_heads=8, n_kv_heads=2, head_dim=64)
+        for lens, attend in (
+            ({0: 5, 2: 130}, backend.fwd_prefill),
+            ({2: 1, 0: 1}, backend.fwd_decode),
+            ({0: 70, 1: 1}, backend.fwd_prefill),
+            ({1: 1, 0: 1, 2: 1}, backend.fwd_decode),
+        ):
+            cache = pool.step(lens)
+            q = torch.randn(sum(lens.values()), 8, 64, device="cuda", dtype=torch.bfloat16)
+            backend.plan(cache, [spec])
+            torch.testing.assert_close(attend(q, spec, cache), attention_formula(cache, q, spec), atol=2e-2, rtol=2e-2)
+    finally:
+        flash.probe.cache_clear()
 
 
 @torch.no_grad()
