@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tools import readme_tables
+
 ROOT = Path(__file__).resolve().parents[1]
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 NAMES = [str(readme.relative_to(ROOT)) for readme in READMES]
@@ -35,6 +37,20 @@ def test_the_python_of_a_readme_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout or "infer" in name
+
+
+def test_the_figures_of_the_readme_are_the_newest_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its table is written by tools/readme_tables.py; an edited figure is seen, and mended by one command."""
+    assert readme_tables.main(["--check"]) == 0
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "results").symlink_to(ROOT / "benchmarks" / "results")
+    text = (ROOT / "README.md").read_text()
+    (tmp_path / "README.md").write_text(text.replace("| 1,", "| 9,", 1))
+    there = ["--root", str(tmp_path)]
+    assert (
+        readme_tables.main([*there, "--check"]) == 1 and "run python -m tools.readme_tables" in capsys.readouterr().out
+    )
+    assert readme_tables.main(there) == 0 and (tmp_path / "README.md").read_text() == text
 
 
 def test_the_commands_of_the_readmes_exist() -> None:
