@@ -55,9 +55,9 @@ else
 kernels: $(VENV)/.kernels.stamp  ## Compile the CUDA kernels for this machine's cards, if nvcc is here
 endif
 
-# One thread a worker: the workers share the cores.
+# One thread a worker: the workers share the cores. The wheel of the kernels that a test builds is for the same cards.
 test: $(VENV)/.developer.stamp kernels  ## Run all tests
-	PATH="$(TOOLS_PATH)" OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+	PATH="$(TOOLS_PATH)" CUDAARCHS='$(ARCHS)' OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 check: $(VENV)/.developer.stamp  ## Lint, format, types, layers, workflows, house rules, and every kernel through NVRTC 12.8
 	$(BIN)/ruff check .

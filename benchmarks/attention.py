@@ -1,11 +1,14 @@
 """Decode and prefill attention against SDPA, FA3 and FlashInfer, all in one run.
 
-    python -m benchmarks.attention --out gpu_out [--quick]
+    python -m benchmarks.attention --out gpu_out [--quick] [--rows REGEX] [--budget SECONDS] [--peers flashinfer,fa3_fwd]
 
 Decode: GB/s of the keys and values read, by graph replay over rotating pools larger than L2. Pages lie in random order;
 FA3 (fa3-fwd) reads contiguous buffers; FlashInfer's plan stands outside the timed region, as ours does. Prefill: TFLOP/s
 of causal attention (half of the score matrix counted). A peer that is not installed is left out by name. Before anything
-is timed, each result is compared with torch's own attention.
+is timed, each result is compared with torch's own attention. Rows are printed and written as they come. FlashInfer compiles
+its kernels when a head size is first used, a minute or more each: the rows of a head size follow each other.
+
+"of floor": decode, over 0.95 of the faster peer; prefill, over 0.9 of SDPA's flash kernel.
 """
 
 from __future__ import annotations
@@ -20,12 +23,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.measure import graph_microseconds, table
+from benchmarks.measure import Rows, add_limits, graph_microseconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from astrai_kernels import DecodePlan, decode_attention, prefill_attention
-from tools.gpu_results import write
 
 DECODE = [
     (heads, kv_heads, head_dim, batch, length)
@@ -44,6 +46,22 @@ PREFILL = [
 ]
 ROTATE_BYTES = 200e6
 RAGGED = "ragged"
+PEERS = ("flashinfer", "fa3_fwd")
+DECODE_FLOOR, PREFILL_FLOOR = 0.95, 0.9
+DECODE_COLUMNS = [
+    "heads",
+    "B",
+    "KV",
+    "us",
+    "astrai",
+    "page 1",
+    "FlashInfer",
+    "FA3",
+    "of best",
+    "of floor",
+    "page 1 of 16",
+]
+PREFILL_COLUMNS = ["B", "S", "heads", "us", "astrai", "SDPA flash", "SDPA cuDNN", "FA3", "of flash", "of floor"]
 
 
 class DecodeCase:
@@ -149,7 +167,9 @@ def decode_row(
     row["us"] = us["astrai"]
     row.update({name: case.bytes / value * 1e-3 for name, value in us.items()})
     best = max((row[name] for name in ("FlashInfer", "FA3") if name in row), default=None)
-    row["of best"] = row["astrai"] / best if best else None
+    if best:
+        row["of best"] = row["astrai"] / best
+        row["of floor"] = row["of best"] / DECODE_FLOOR
     row["page 1 of 16"] = row["page 1"] / row["astrai"]
     return row
 
@@ -192,30 +212,56 @@ def prefill_row(batch: int, length: int, heads: int, kv_heads: int, head_dim: in
     row: dict[str, Any] = {"B": batch, "S": length, "heads": f"{heads}/{kv_heads} d{head_dim}", "us": us["astrai"]}
     row.update({name: operations / value * 1e-6 for name, value in us.items()})
     row["of flash"] = row["astrai"] / row["SDPA flash"]
+    row["of floor"] = row["of flash"] / PREFILL_FLOOR
     return row
+
+
+def verdict(name: str, rows: list[dict[str, Any]], column: str, least: float) -> None:
+    """Print how many rows reach ``least`` in ``column``, and the lowest."""
+    found = [row for row in rows if column in row]
+    if found:
+        reached = sum(row[column] >= least for row in found)
+        worst = min(found, key=lambda row: row[column])
+        label = " ".join(str(worst[key]) for key in ("heads", "B", "KV", "S") if key in worst)
+        lowest = f"lowest {worst[column]:.2f} ({label})"
+        print(f"{name}: {reached} of {len(found)} rows reach {least} in '{column}'; {lowest}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for attention.json")
     parser.add_argument("--quick", action="store_true", help="a few rows only")
+    parser.add_argument("--peers", default=",".join(PEERS), help="which to run beside, with commas")
+    add_limits(parser)
     options = parser.parse_args()
-    peers = {name for name in ("flashinfer", "fa3_fwd") if importlib.util.find_spec(name) is not None}
-    for name in sorted({"flashinfer", "fa3_fwd"} - peers):
+    wanted = set(filter(None, options.peers.split(",")))
+    if unknown := sorted(wanted - set(PEERS)):
+        parser.error(f"--peers: {unknown[0]} is not one of {', '.join(PEERS)}")
+    peers = {name for name in wanted if importlib.util.find_spec(name) is not None}
+    for name in sorted(wanted - peers):
         print(f"{name} is not installed: left out")
-    rows = [prefill_row(*shape, peers) for shape in PREFILL]
-    columns = ["B", "S", "heads", "us", "astrai", "SDPA flash", "SDPA cuDNN", "FA3", "of flash"]
-    print(table(rows, columns))
-    decode = []
-    for heads, kv_heads, head_dim, batch, length in DECODE[:: 5 if options.quick else 1]:
-        decode.append(decode_row(heads, kv_heads, head_dim, [length] * batch, str(length), peers))
-        torch.cuda.empty_cache()
+    rows = Rows(options.out / "attention.json", {"peers": sorted(peers)}, options)
+    prefill, decode = [], []
+    for shape in PREFILL:
+        batch, length, heads, kv_heads, head_dim = shape
+        if rows.wants(f"prefill {batch} x {length} {heads}/{kv_heads} d{head_dim}"):
+            prefill.append(prefill_row(*shape, peers))
+            rows.add("prefill_tflops", prefill[-1], PREFILL_COLUMNS)
+            torch.cuda.empty_cache()
+    cases = [(*shape[:3], [shape[4]] * shape[3], str(shape[4])) for shape in DECODE[:: 5 if options.quick else 1]]
     for heads, kv_heads, head_dim in ((24, 4, 64), (32, 8, 128)):
-        lens = torch.linspace(100, 8192, 64).int().tolist()
-        decode.append(decode_row(heads, kv_heads, head_dim, lens, RAGGED, peers))
-    columns = ["heads", "B", "KV", "us", "astrai", "page 1", "FlashInfer", "FA3", "of best", "page 1 of 16"]
-    print(table(decode, columns))
-    write(options.out / "attention.json", "attention", {"prefill_tflops": rows, "decode_gb_per_s": decode})
+        cases.append((heads, kv_heads, head_dim, torch.linspace(100, 8192, 64).int().tolist(), RAGGED))
+    for heads, kv_heads, head_dim, lens, label in sorted(cases, key=lambda case: case[2]):
+        if rows.wants(f"decode {heads}/{kv_heads} d{head_dim} {len(lens)} x {label}"):
+            decode.append(decode_row(heads, kv_heads, head_dim, lens, label, peers))
+            rows.add("decode_gb_per_s", decode[-1], DECODE_COLUMNS)
+            torch.cuda.empty_cache()
+    print()
+    verdict("prefill", prefill, "of floor", 1.0)
+    verdict("decode", decode, "of floor", 1.0)
+    verdict("decode", decode, "of best", 0.85)
+    verdict("decode", decode, "page 1 of 16", 0.95)
+    rows.close()
 
 
 if __name__ == "__main__":

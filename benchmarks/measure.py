@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
+import json
+import re
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from tools.gpu_results import environment
 
 Call = Callable[[], Any]
 
@@ -86,3 +93,64 @@ def table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> str:
 
 def _cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+class Rows:
+    """Rows of a benchmark: printed as they come and written after each, so that a run cut short keeps what it has.
+
+    Parameters
+    ----------
+    path : Path
+        JSON file; its stem names the run.
+    facts : mapping
+        What holds for all rows.
+    options : argparse.Namespace
+        As :func:`add_limits` fills it.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, Any], options: argparse.Namespace) -> None:
+        self._path = path
+        self._facts = {"name": path.stem, "environment": environment(), **facts}
+        self._lists: dict[str, list[dict[str, Any]]] = {}
+        self._selected = re.compile(options.rows or "")
+        self._deadline = None if options.budget is None else time.monotonic() + options.budget
+        self._left_out: list[str] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def wants(self, label: str) -> bool:
+        """Whether ``--rows`` selects the row and ``--budget`` has time left; says once at the end what it had not."""
+        if self._selected.search(label) is None:
+            return False
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._left_out.append(label)
+            return False
+        return True
+
+    def add(self, name: str, row: dict[str, Any], columns: Sequence[str]) -> None:
+        """Append to the list ``name`` of the file, and print ``columns``."""
+        rows = self._lists.setdefault(name, [])
+        rows.append(row)
+        header, line = _line(columns, row)
+        print(f"\n{header}\n{line}" if len(rows) == 1 else line, flush=True)
+        self._path.write_text(json.dumps({**self._facts, **self._lists}, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Name the rows that the budget left out, and the file."""
+        if self._left_out:
+            print(f"\nno time for {len(self._left_out)} rows: {'; '.join(self._left_out)}")
+        print(f"\nwrote {self._path}")
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :class:`Rows` obeys."""
+    parser.add_argument("--rows", metavar="REGEX", help="only the rows whose label it is found in")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no row after this time")
+
+
+def _line(columns: Sequence[str], row: Mapping[str, Any]) -> tuple[str, str]:
+    cells = [_cell(row.get(column)) if column in row else "-" for column in columns]
+    widths = [max(len(column), 10) for column in columns]
+    pairs = [
+        (f"{column:>{width}}", f"{cell:>{width}}") for column, cell, width in zip(columns, cells, widths, strict=True)
+    ]
+    return "  ".join(header for header, _ in pairs), "  ".join(cell for _, cell in pairs)

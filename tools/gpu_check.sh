@@ -4,7 +4,7 @@
 #   tools/gpu_check.sh build         compile for sm_90a, from source; report registers and spills
 #   tools/gpu_check.sh test          pytest -m gpu over the repository, then the ladder programs
 #   tools/gpu_check.sh sanitize      the ladder's small cases under memcheck, racecheck and initcheck
-#   tools/gpu_check.sh bench NAME    benchmarks/NAME.py, for example: bench kernels
+#   tools/gpu_check.sh bench NAME    benchmarks/NAME.py, for example: bench kernels; its options follow
 #
 # Needed: nvcc, cmake, and a Python with torch (CUDA), pybind11, scikit-build-core and pytest.
 # Environment:
@@ -24,8 +24,8 @@ die() {
 }
 
 case ${1:-}/$# in
-  build/1 | test/1 | sanitize/1 | bench/2) ;;
-  *) die "usage: $0 build | test | sanitize | bench NAME" ;;
+  build/1 | test/1 | sanitize/1 | bench/[2-9]) ;;
+  *) die "usage: $0 build | test | sanitize | bench NAME [OPTION...]" ;;
 esac
 
 PYTHON=${PYTHON:-python3}
@@ -85,7 +85,7 @@ PY
 
   say "build: ladder programs"
   cmake -S packages/astrai-kernels -B "$WORK/ladder" -DASTRAI_BUILD_EXTENSION=OFF -DASTRAI_BUILD_LADDER=ON \
-    -DCMAKE_BUILD_TYPE=Release >"$WORK/ladder.log" 2>&1 || { cat "$WORK/ladder.log"; die "cmake failed"; }
+    -DASTRAI_LINE_INFO=ON -DCMAKE_BUILD_TYPE=Release >"$WORK/ladder.log" 2>&1 || { cat "$WORK/ladder.log"; die "cmake failed"; }
   "${LIMIT[@]}" cmake --build "$WORK/ladder" --parallel >>"$WORK/ladder.log" 2>&1 ||
     { tail -n 40 "$WORK/ladder.log"; die "the ladder build failed"; }
   need_gpu_and_kernels
@@ -146,10 +146,11 @@ sanitize() {
 
 bench() {
   local name=$1
+  shift
   [[ -f benchmarks/$name.py ]] || die "benchmarks/$name.py does not exist"
   need_gpu_and_kernels
   say "bench: $name"
-  PYTHONPATH=$PYTHONPATH "${LIMIT[@]}" "$PYTHON" -m "benchmarks.$name" --out "$OUT"
+  PYTHONPATH=$PYTHONPATH "${LIMIT[@]}" "$PYTHON" -m "benchmarks.$name" --out "$OUT" "$@"
 }
 
 started=$SECONDS
@@ -157,6 +158,6 @@ case $1 in
   build) build ;;
   test) run_tests ;;
   sanitize) sanitize ;;
-  bench) bench "$2" ;;
+  bench) bench "${@:2}" ;;
 esac
 say "$* done in $((SECONDS - started)) s; results in $OUT"

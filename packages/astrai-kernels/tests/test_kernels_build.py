@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,68 @@ class TestCMake:
         assert "BUILD_PARALLEL=many: expected a positive integer" in done.stderr
 
     @pytest.mark.parametrize(
+        ("architectures", "expected"),
+        [
+            (
+                "80-real;86-real;89-real;90a-real;100-real;120",
+                [
+                    "80,code=[sm_80,sm_86]",
+                    "89,code=[sm_89]",
+                    "90a,code=[sm_90a]",
+                    "100,code=[sm_100,sm_120,compute_100]",
+                ],
+            ),
+            ("90a-real", ["90a,code=[sm_90a]"]),
+            ("90-real;90a-real", ["90,code=[sm_90]", "90a,code=[sm_90a]"]),
+            ("87;86-virtual", ["80,code=[sm_87,compute_80]"]),
+            ("120-real;103f-real", ["100,code=[sm_120]", "103f,code=[sm_103f]"]),
+        ],
+    )
+    def test_architectures_share_front_ends(self, tmp_path, architectures, expected):
+        """B1: every architecture that was asked for gets machine code, PTX or both, from the nearest PTX that it can run."""
+        code = f'astrai_generate_code(flags "80;89;90;100" "{architectures}")\nmessage(STATUS "${{flags}}")'
+        done = cmake(tmp_path, code)
+        assert done.returncode == 0, done.stderr
+        flags = done.stdout.strip().removeprefix("-- ").split(";")
+        assert flags == [f"--generate-code=arch=compute_{flag}" for flag in expected]
+
+    @pytest.mark.parametrize(
+        ("architecture", "complaint"),
+        [
+            ("75-real", "the kernels need 80 or later"),
+            ("native", "expected names such as 86-real"),
+            ("sm_90a", "expected names such as 86-real"),
+        ],
+    )
+    def test_architectures_that_cannot_be_built_are_refused(self, tmp_path, architecture, complaint):
+        done = cmake(tmp_path, f'astrai_generate_code(flags "80;89;90;100" "90a-real;{architecture}")')
+        assert done.returncode != 0
+        assert f"CUDA architecture {architecture}: {complaint}" in " ".join(done.stderr.split())
+
+    def test_a_front_end_for_every_architecture_that_sources_ask_for(self):
+        """Sharing PTX changes nothing only while no __CUDA_ARCH__ condition lies between two of the front ends."""
+        if not (PACKAGE / "csrc").is_dir():
+            pytest.skip("the source tree is not here")
+        [front_ends] = re.findall(r'astrai_generate_code\(\w+ "([\d;]+)"', (PACKAGE / "CMakeLists.txt").read_text())
+        allowed = {")", *(f">= {front_end}0" for front_end in front_ends.split(";"))}  # ")" is that of defined()
+        files = [path for path in (PACKAGE / "csrc").rglob("*") if path.suffix in {".cu", ".cuh", ".h"}]
+        uses = {use.strip() for path in files for use in re.findall(r"__CUDA_ARCH__(\)|[^\n)|&]*)", path.read_text())}
+        assert {")", ">= 900"} <= uses <= allowed
+
+    @pytest.mark.parametrize(
+        ("nvcc", "option"),
+        [
+            ("12.8.93", "-Xfatbin=-compress-all"),
+            ("12.9.1", "-Xfatbin=-compress-all"),
+            ("13.0.88", "--compress-mode=size"),
+        ],
+    )
+    def test_machine_code_is_compressed_for_every_driver_that_loads_it(self, tmp_path, nvcc, option):
+        """A wheel of CUDA 12.x must load with drivers of 12.0, which do not know zstd."""
+        done = cmake(tmp_path, f'astrai_compression(flag "{nvcc}")\nmessage(STATUS "${{flag}}")')
+        assert done.stdout.strip() == f"-- {option}"
+
+    @pytest.mark.parametrize(
         ("version", "nvcc", "good"),
         [
             ("0.1.0", "13.0.88", True),
@@ -139,7 +202,10 @@ def test_the_module_links_neither_torch_nor_the_cuda_runtime():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the launch would succeed")
 @pytest.mark.parametrize(
     "op",
-    ["rms_norm", "add_rms_norm", "rotary", "qkv_norm_rope_write", "gated_activation", "embedding", "argmax", "sample"],
+    [
+        *("rms_norm", "add_rms_norm", "add_rms_norm_partials", "rotary", "qkv_norm_rope_write", "gated_activation"),
+        *("embedding", "argmax", "sample"),
+    ],
 )
 def test_a_launch_without_a_driver_is_an_error_not_a_crash(op):
     """A kernel never falls back: without a GPU the launch itself says what CUDA said."""
@@ -151,14 +217,17 @@ def test_a_launch_without_a_driver_is_an_error_not_a_crash(op):
     columns = [row, none, none, none, row, row]
     calls = {
         "qkv_norm_rope_write": lambda: _C.qkv_norm_rope_write(
-            *(0, 0, 0, (16, 192), *pools, none, none, 0, 0, *tables, 9, 1, 1, 1, 64, 64, 1e-6, False)
+            *(0, 0, 0, (16, 192), *pools, none, none, 0, 0, *tables, 9, 1, 1, 1, 64, 64, 1e-6, False, False)
         ),
         "gated_activation": lambda: _C.gated_activation(0, 0, 0, 0, rows, rows, 1, 1, 8),
         "embedding": lambda: _C.embedding(0, 0, 0, row, True, row, row, 1, 4, 8),
         "argmax": lambda: _C.sample(0, 0, 0, row, row, 1, 8, [none] * 6, [none] * 3, none, none),
         "sample": lambda: _C.sample(0, 0, 0, row, row, 1, 8, columns, [none] * 3, none, none),
         "rms_norm": lambda: _C.rms_norm(0, 0, 0, rows, 16, rows, 1, 1, 8, 1e-6),
-        "add_rms_norm": lambda: _C.add_rms_norm(0, 0, 0, rows, rows, 16, rows, rows, 1, 1, 8, 1e-6),
+        "add_rms_norm": lambda: _C.add_rms_norm(0, 0, 0, rows, rows, 16, rows, rows, 1, 1, 8, 1e-6, True),
+        "add_rms_norm_partials": lambda: _C.add_rms_norm_partials(
+            1, 0, 0, rows, row, 16, row, row, 1, 8, 2, 1e-6, True
+        ),
         "rotary": lambda: _C.rotary(0, 0, 0, heads, heads, 16, 32, 16, 32, 4, 16, 1, True, 1, 64, 64, False),
     }
     with pytest.raises(RuntimeError, match=rf"astrai_kernels.{op}: .*\(cudaError(InsufficientDriver|NoDevice)\)"):
@@ -179,6 +248,20 @@ def test_the_module_checks_what_python_might_get_wrong():
         _C.rms_norm(0, 0, 0, (0, 8, 0), 16, rows, 1, 1, 8, 1e-6)
     with pytest.raises(ValueError, match="multiple of the element size"):
         _C.rms_norm(0, 0, 0, (18, 8, 0), 16, rows, 1, 1, 8, 1e-6)
+    row = (16, 8)
+    for changed, message in (
+        ({0: 0}, "dtype must be 1"),
+        ({8: -1}, "rows must lie"),
+        ({9: 12}, "hidden must be a multiple of 8"),
+        ({9: 8200}, "hidden must be a multiple of 8"),
+        ({10: 3}, "slices must be 2 or 4"),
+        ({4: (0, 8)}, "must not be null"),
+        ({6: (24, 8)}, "every pointer must be a multiple of 16 bytes"),
+        ({4: (16, 12)}, "every stride must be a multiple of 16 bytes"),
+    ):
+        arguments = dict(enumerate((1, 0, 0, rows, row, 16, row, row, 2, 8, 2, 1e-6, False))) | changed
+        with pytest.raises(ValueError, match=message):
+            _C.add_rms_norm_partials(*arguments.values())
     with pytest.raises(ValueError, match="rotary_dim must be even"):
         _C.rotary(0, 0, 0, heads, heads, 16, 32, 16, 32, 4, 16, 1, True, 1, 64, 66, False)
     none = (0, 0)

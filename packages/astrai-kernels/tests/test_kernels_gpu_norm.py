@@ -115,6 +115,24 @@ def test_in_place_over_either_input(fresh_seed, hidden):
     assert torch.equal(x2, residual)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [64, 100, 1536, 4096, 16384, 20000])
+def test_an_old_residual_is_read_early(fresh_seed, dtype, hidden):
+    """`overlap` behind products, which may still run when the residual is read: the bits of the plain call, in place too."""
+    w, weight = randn(hidden, dtype=dtype), randn(hidden, hidden, dtype=dtype) * hidden**-0.5
+    for rows in (1, 128, 300):
+        x, r = randn(rows, hidden, dtype=dtype), randn(rows, hidden, dtype=dtype)
+        torch.cuda.synchronize()
+        results = {}
+        for overlap in (False, True):
+            residual = r.clone()
+            rms_norm(x, w)  # neither linear nor a library's product: the residual is older than it
+            product = x @ weight.T
+            results[overlap] = add_rms_norm(product, residual, w, out=(product, residual), overlap=overlap)
+        for got, expected in zip(results[True], results[False], strict=True):
+            assert torch.equal(got, expected), f"{rows} rows"
+
+
 @pytest.mark.parametrize("hidden", [128, 4096])
 def test_offsets_past_32_bits(fresh_seed, hidden):
     """Kernel rule "64-bit offsets": rows that start 2^30 elements apart, so past 2^31 and 2^32."""

@@ -61,7 +61,15 @@ class Inputs:
         self.memory = torch.full((2, self.size, n_kv_heads, head_dim + gap), torch.nan, dtype=dtype, device="cuda")
         self.k, self.v = self.memory[..., :head_dim]
 
-    def run(self, *, norm: bool, rotate: bool, interleaved: bool = False, out: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        *,
+        norm: bool,
+        rotate: bool,
+        interleaved: bool = False,
+        out: Tensor | None = None,
+        overlap: bool = False,
+    ) -> Tensor:
         rotary = (self.position_ids, self.cos, self.sin) if rotate else (None, None, None)
         return qkv_norm_rope_write(
             *(self.qkv, *rotary, self.k, self.v, self.slots, self.n_heads, self.n_kv_heads),
@@ -70,6 +78,7 @@ class Inputs:
             eps=1e-5,
             interleaved=interleaved,
             out=out,
+            overlap=overlap,
         )
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,6 +116,25 @@ def test_bitwise_the_ops_in_sequence(fresh_seed, interleaved, dtype, head_dim, r
                 assert torch.equal(got, want), f"{name}: {tokens} tokens, norm {norm}, rotate {rotate}, gap {gap}"
             written = 2 * tokens * n_kv_heads * head_dim
             assert inputs.memory.isnan().sum() == inputs.memory.numel() - written, "written outside the slots"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (128, 32), (80, 20)])
+def test_old_positions_and_slots_are_read_early(fresh_seed, dtype, head_dim, rotary_dim):
+    """`overlap` behind a product, which may still run when they are read: the bits of the plain call."""
+    for tokens in (1, 33, 4500):
+        inputs = Inputs(tokens, 24, 4, head_dim, rotary_dim, dtype)
+        x, weight = randn(tokens, 512, dtype=dtype), randn(inputs.qkv.shape[1], 512, dtype=dtype)
+        torch.cuda.synchronize()
+        results = {}
+        for overlap in (False, True):
+            inputs.memory.fill_(torch.nan)
+            rms_norm(x, weight[0])  # neither linear nor a library's product: positions and slots are older than it
+            torch.mm(x, weight.T, out=inputs.qkv)
+            q = inputs.run(norm=True, rotate=True, overlap=overlap)
+            results[overlap] = (q, inputs.k[inputs.slots].clone(), inputs.v[inputs.slots].clone())
+        for got, expected in zip(results[True], results[False], strict=True):
+            assert torch.equal(got, expected), f"{tokens} tokens"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

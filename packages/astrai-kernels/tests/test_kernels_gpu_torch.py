@@ -129,7 +129,7 @@ def opcheck_cases() -> dict[str, Callable[[Inputs], tuple[object, ...]]]:
         pools = [torch.zeros(200, 4, 64, dtype=i.x.dtype, device=i.x.device) for _ in "kv"]
         slots = torch.arange(len(i.x), device=i.x.device)
         norms = (i.w[:64], i.w[64:128])
-        return (i.x, i.position_ids, i.cos, i.sin, *pools, slots, 24, 4, *norms, 1e-6, False, None, None)
+        return (i.x, i.position_ids, i.cos, i.sin, *pools, slots, 24, 4, *norms, 1e-6, False, None, None, False)
 
     return {
         "qkv_norm_rope_write": fused,
@@ -146,6 +146,10 @@ def opcheck_cases() -> dict[str, Callable[[Inputs], tuple[object, ...]]]:
         "rms_norm_out": lambda i: (i.x, i.w, 1e-6, torch.empty_like(i.x)),
         "add_rms_norm": lambda i: (i.x, i.residual, i.w, 1e-6),
         "add_rms_norm_out": lambda i: (i.x, i.residual, i.w, 1e-6, torch.empty_like(i.x), torch.empty_like(i.x)),
+        "add_rms_norm_partials": lambda i: (
+            *(torch.stack((i.x, i.residual)).float(), i.residual, i.w, 1e-6),
+            *(torch.empty_like(i.x), torch.empty_like(i.x), False),
+        ),
         "rotary_": lambda i: (i.q, i.k, i.cos, i.sin, i.position_ids, False),
         "rotary_out": lambda i: (
             *(i.q, i.k, i.cos, i.sin, i.position_ids, True),

@@ -24,6 +24,7 @@ OPS = [
     "rms_norm_out",
     "add_rms_norm",
     "add_rms_norm_out",
+    "add_rms_norm_partials",
     "rotary_",
     "rotary_out",
     "qkv_norm_rope_write",
@@ -51,7 +52,7 @@ def op_arguments(name: str, device: str) -> tuple[object, ...]:
     q, k, cos, sin, position_ids = rotary_inputs(device)
     tokens = torch.empty(6, dtype=torch.int64, device=device)
     pool = torch.empty(9, 2, 8, dtype=torch.bfloat16, device=device)
-    qkv = (x, None, None, None, pool, pool.clone(), tokens, 4, 2, w[:8], None, 1e-6, False, None, None)
+    qkv = (x, None, None, None, pool, pool.clone(), tokens, 4, 2, w[:8], None, 1e-6, False, None, None, True)
     ones = torch.empty(6, device=device)
     drawn = (x, ones, tokens, ones, None, tokens, tokens, None, None, None, None, None)
     return {
@@ -69,6 +70,7 @@ def op_arguments(name: str, device: str) -> tuple[object, ...]:
         "rms_norm_out": (x, w, 1e-6, out),
         "add_rms_norm": (x, r, w, 1e-6),
         "add_rms_norm_out": (x, r, w, 1e-6, out, residual_out),
+        "add_rms_norm_partials": (torch.empty(2, 6, 64, device=device), r, w, 1e-6, out, residual_out, True),
         "rotary_": (q, k, cos, sin, position_ids, False),
         "rotary_out": (q, k, cos, sin, position_ids, True, q.clone(), k.clone()),
     }[name]

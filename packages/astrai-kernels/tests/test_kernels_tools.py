@@ -62,6 +62,32 @@ def test_good_sources_pass(nvrtc, csrc, capsys):
     assert "\n" not in summary
 
 
+@pytest.mark.parametrize(("arguments", "plain"), [([], ["sm_80", "sm_89"]), (["--optimise"], [])])
+def test_the_gate_optimises_one_architecture_unless_told_otherwise(monkeypatch, csrc, arguments, plain):
+    """What takes NVRTC minutes is done once; with --optimise every architecture is compiled as a release is."""
+    compiled = []
+
+    class Recorder:
+        def compile(self, source, architecture, include, optimise):
+            compiled.append((architecture, optimise))
+            return gate.Result(source, architecture, 1, "")
+
+    monkeypatch.setattr(gate, "Nvrtc", Recorder)
+    architectures = ["sm_80", "sm_89", "sm_90a"]
+    chosen = [option for architecture in architectures for option in ("--arch", architecture)]
+    assert gate.main(["--csrc", str(csrc), *chosen, *arguments]) == 0
+    assert sorted(set(compiled)) == [(architecture, architecture not in plain) for architecture in architectures]
+
+
+def test_the_gate_counts_kernels_not_functions(nvrtc, csrc, capsys):
+    """Without optimisation device functions stay functions of their own: they are no kernels."""
+    (csrc / "include" / "twice.cuh").write_text(
+        "template <typename T> __device__ __noinline__ T twice(T x) { return 2 * x; }\n"
+    )
+    assert gate.main(["--csrc", str(csrc), "--arch", "sm_80", "--arch", "sm_90a"]) == 0
+    assert "all compiled, 2 kernels" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("file", "text", "complaint"),
     [

@@ -46,7 +46,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight * normed.to(x.dtype)).to(x.dtype)  # fp32 master weights leave bf16 activations what they are
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+OVERLAP = True
+"""Whether a step's norms, and the launch that writes keys and values, read what is older than the product ahead of them
+(the residual stream; positions, slots and angles) while that still runs."""
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = False
+) -> tuple[Tensor, Tensor]:
     """Add `x` to the residual stream and normalise the sum.
 
     Parameters
@@ -55,6 +62,8 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         ``[..., hidden]``, the output of the last sublayer.
     residual
         ``[..., hidden]``, or None before the first layer, where `x` itself starts the stream.
+    overlap
+        The caller's word that a kernel which is no product has started since the residual was written.
 
     Returns
     -------
@@ -63,7 +72,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     if residual is None:
         return rms_norm(x, weight, eps), x
     if _by_kernel(x):
-        return kernels.module("fused").add_rms_norm(x, residual, weight, eps)
+        return kernels.module("fused").add_rms_norm(x, residual, weight, eps, overlap=overlap)
     total = x + residual
     return rms_norm(total, weight, eps), total
 
@@ -139,6 +148,7 @@ def qkv_norm_rope_write(
     eps: float,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     """Do :func:`qkv_norm_rope`, write k and v into the pool and return q ``[tokens, n_heads, head_dim]``.
 
@@ -151,6 +161,8 @@ def qkv_norm_rope_write(
     k_scale, v_scale
         ``[size, n_kv_heads]`` fp32, for buffers of float8_e4m3fn: set to the largest magnitude of each token and head over
         448, by which k and v are divided.
+    overlap
+        The caller's word that a kernel which is no product has started since `out_cache_loc` and `rope` were written.
     """
     if _by_kernel(qkv) and (k_buffer.dtype == qkv.dtype or k_scale is not None):
         return kernels.module("qkv").qkv_norm_rope_write(
@@ -167,6 +179,7 @@ def qkv_norm_rope_write(
             k_norm=k_norm,
             eps=eps,
             interleaved=rope is not None and rope.interleaved,
+            overlap=overlap,
             **({} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}),
         )
     q, k, v = qkv_norm_rope(qkv, n_heads, n_kv_heads, rope=rope, q_norm=q_norm, k_norm=k_norm, eps=eps)
@@ -336,3 +349,40 @@ def fused_linear(
     if gated:
         return swiglu(product)
     return product if residual is None else product + residual
+
+
+LORA_RANK = 64
+"""Widest rank of :func:`add_lora_inplace` on a CUDA device; there it is a multiple of 8, as the columns of x are."""
+
+
+def add_lora_inplace(base: Tensor, x: Tensor, a: Tensor, b: Tensor, adapter_ids: Tensor, scaling: Tensor) -> None:
+    """Add to each row of a projection what the row's own adapter makes of its input (arXiv 2106.09685), in fp32 and
+    rounded once: ``base[row] += scaling[i] * (b[i] @ (a[i] @ x[row]))``, i = adapter_ids[row].
+
+    Parameters
+    ----------
+    base
+        ``[rows, out_features]``: the projection's own output, or some of its columns; overwritten.
+    x
+        ``[rows, in_features]``.
+    a
+        ``[adapters, rank, in_features]``; smaller ranks are padded with rows of zeros.
+    b
+        ``[adapters, out_features, rank]``; smaller ranks are padded with columns of zeros.
+    adapter_ids
+        ``[rows]`` int32 or int64; negative: none.
+    scaling
+        ``[adapters]`` float32.
+    """
+    if x.dtype in (torch.float16, torch.bfloat16) and _by_kernel(x):
+        lora = kernels.module("lora")
+        hidden = lora.lora_shrink(x, a, adapter_ids)
+        lora.lora_expand(base, hidden, b, adapter_ids, scaling, out=base)
+        return
+    found = adapter_ids.unique().tolist()
+    for i in found:
+        if i < 0:
+            continue
+        mine = slice(None) if len(found) == 1 else adapter_ids == i
+        delta = x[mine].float() @ a[i].float().T @ b[i].float().T * scaling[i]
+        base[mine] = (base[mine].float() + delta).to(base.dtype)

@@ -46,11 +46,12 @@ void rms_norm(int dtype, int device, std::uintptr_t stream, RowTuple x, std::uin
   params.inner = inner;
   params.hidden = hidden;
   params.eps = eps;
-  astrai::launch_rms_norm(params, dtype, false, device, stream);
+  astrai::launch_rms_norm(params, dtype, false, false, device, stream);
 }
 
 void add_rms_norm(int dtype, int device, std::uintptr_t stream, RowTuple x, RowTuple residual, std::uintptr_t weight,
-                  RowTuple out, RowTuple residual_out, std::int64_t rows, std::int64_t inner, int hidden, float eps) {
+                  RowTuple out, RowTuple residual_out, std::int64_t rows, std::int64_t inner, int hidden, float eps,
+                  bool overlap) {
   astrai::RmsNormParams params = {};
   params.x = row_view<const void*>(x);
   params.residual = row_view<const void*>(residual);
@@ -61,7 +62,29 @@ void add_rms_norm(int dtype, int device, std::uintptr_t stream, RowTuple x, RowT
   params.inner = inner;
   params.hidden = hidden;
   params.eps = eps;
-  astrai::launch_rms_norm(params, dtype, true, device, stream);
+  astrai::launch_rms_norm(params, dtype, true, overlap, device, stream);
+}
+
+void add_rms_norm_partials(int dtype, int device, std::uintptr_t stream, RowTuple parts, MatrixTuple residual,
+                           std::uintptr_t weight, MatrixTuple out, MatrixTuple residual_out, std::int64_t rows,
+                           int hidden, int slices, float eps, bool overlap) {
+  astrai::PartialNormParams params = {};
+  params.parts = reinterpret_cast<const float*>(std::get<0>(parts));
+  params.slice_stride = std::get<1>(parts);
+  params.row_stride = std::get<2>(parts);
+  params.residual = reinterpret_cast<const void*>(std::get<0>(residual));
+  params.residual_stride = std::get<1>(residual);
+  params.weight = reinterpret_cast<const void*>(weight);
+  params.out = reinterpret_cast<void*>(std::get<0>(out));
+  params.out_stride = std::get<1>(out);
+  params.residual_out = reinterpret_cast<void*>(std::get<0>(residual_out));
+  params.residual_out_stride = std::get<1>(residual_out);
+  params.rows = rows;
+  params.hidden = hidden;
+  params.slices = slices;
+  params.eps = eps;
+  params.overlap = overlap;
+  astrai::launch_add_rms_norm_partials(params, dtype, device, stream);
 }
 
 void rotary(int dtype, int device, std::uintptr_t stream, HeadsTuple q, HeadsTuple k, std::uintptr_t cos,
@@ -154,7 +177,7 @@ void qkv_norm_rope_write(int dtype, int device, std::uintptr_t stream, MatrixTup
                          std::uintptr_t k_norm, MatrixTuple cos, MatrixTuple sin, std::int64_t max_pos,
                          MatrixTuple position_ids, bool positions_are_64_bit, MatrixTuple out_cache_loc,
                          bool locs_are_64_bit, std::int64_t pool_size, std::int64_t tokens, int n_heads, int n_kv_heads,
-                         int head_dim, int rotary_dim, float eps, bool interleaved) {
+                         int head_dim, int rotary_dim, float eps, bool interleaved, bool overlap) {
   astrai::QkvParams params = {};
   params.qkv = reinterpret_cast<const void*>(std::get<0>(qkv));
   params.qkv_stride = std::get<1>(qkv);
@@ -192,6 +215,7 @@ void qkv_norm_rope_write(int dtype, int device, std::uintptr_t stream, MatrixTup
   params.rotary_dim = rotary_dim;
   params.eps = eps;
   params.interleaved = interleaved;
+  params.overlap = overlap;
   astrai::launch_qkv_norm_rope_write(params, dtype, device, stream);
 }
 
@@ -267,16 +291,19 @@ py::dict build_info() {
 }  // namespace
 
 void bind_attention(py::module_& module);  // module_attention.cpp
+void bind_step(py::module_& module);       // module_step.cpp
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Launchers of astrai's CUDA kernels; use the checked functions of astrai_kernels.";
   module.def("rms_norm", &rms_norm);
   module.def("add_rms_norm", &add_rms_norm);
+  module.def("add_rms_norm_partials", &add_rms_norm_partials);
   module.def("rotary", &rotary);
   module.def("linear", &linear);
   module.def("lora_shrink", &lora_shrink);
   module.def("lora_expand", &lora_expand);
   bind_attention(module);
+  bind_step(module);
   module.def("qkv_norm_rope_write", &qkv_norm_rope_write);
   module.def("gated_activation", &gated_activation);
   module.def("embedding", &embedding);

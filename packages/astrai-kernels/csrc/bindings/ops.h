@@ -7,12 +7,15 @@
 #include "astrai/lora/params.h"
 #include "astrai/rotary/params.h"
 #include "astrai/sampling/params.h"
+#include "astrai/step/params.h"
 
 namespace astrai {
 
 /// Checks `params`, launches on `stream` of `device`. dtype: an astrai::DType as an integer.
 /// Throws std::invalid_argument for bad arguments and std::runtime_error when CUDA refuses the launch.
-void launch_rms_norm(const RmsNormParams& params, int dtype, bool with_add, int device, std::uintptr_t stream);
+void launch_rms_norm(const RmsNormParams& params, int dtype, bool with_add, bool overlap, int device,
+                     std::uintptr_t stream);
+void launch_add_rms_norm_partials(const PartialNormParams& params, int dtype, int device, std::uintptr_t stream);
 void launch_qkv_norm_rope_write(const QkvParams& params, int dtype, int device, std::uintptr_t stream);
 void launch_gated_activation(const GatedParams& params, int dtype, int kind, int device, std::uintptr_t stream);
 void launch_embedding(const EmbeddingParams& params, int dtype, int device, std::uintptr_t stream);
@@ -40,5 +43,14 @@ void launch_attention_prefill(const AttentionParams& params, int dtype, std::int
                               std::uintptr_t stream);
 void launch_attention_scalar(const AttentionParams& params, int dtype, std::int64_t n_tokens, int device,
                              std::uintptr_t stream);
+
+/// Scratch of a decode step, and the stages of a warp's queue with eight rows; 0: the device has too little shared memory.
+/// `params` says layers and shape.
+struct StepCapacity {
+  std::int64_t workspace_bytes;
+  int stages;
+};
+StepCapacity step_capacity(StepParams params, int device);
+void launch_decode_step(const StepParams& params, int dtype, std::uintptr_t workspace, int device, std::uintptr_t stream);
 
 }  // namespace astrai

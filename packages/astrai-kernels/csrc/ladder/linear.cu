@@ -108,11 +108,19 @@ double round_to(double value) {
 }
 
 /// Largest deviation in units of what rounding may cause: of the result, and of a sum of `depth` products in fp32.
+///
+/// `variant` null: of what the library launches. Negative: the variant does not suit.
 template <typename T>
-double verify(const Case& c, Epilogue epilogue) {
+double verify(const Case& c, Epilogue epilogue, const Variant* variant = nullptr) {
   const Operands<T> o(c, epilogue);
-  const std::vector<T> out =
-      o.run([&] { return ladder::run_linear(o.params(c.rows), Storage<T>::kDType, nullptr, false); });
+  LinearDevice device = {};
+  ladder::check(astrai::linear_device(&device), "linear_device");
+  LinearParams params = o.params(c.rows);
+  astrai::derive(params);
+  if (variant && !ladder::suits(*variant, params, device)) return -1.0;
+  const std::vector<T> out = o.run([&] {
+    return variant ? variant->launch(params, device) : ladder::run_linear(params, Storage<T>::kDType, nullptr, false);
+  });
   double worst = 0.0;
 #pragma omp parallel for reduction(max : worst)
   for (int row = 0; row < c.rows; ++row) {
@@ -208,6 +216,13 @@ void verify_all(ladder::Report& report, bool quick) {
                                     Epilogue::kSwiglu, Epilogue::kNorm}) {
       if (epilogue == Epilogue::kNorm && c.rows > astrai::kNormRows) continue;
       report.row(name_of(type, c, kEpilogueNames[static_cast<int>(epilogue)]), verify<T>(c, epilogue));
+      if (c.rows <= astrai::kNarrowRows || c.rows > astrai::kLinearFewRows || epilogue == Epilogue::kNorm) continue;
+      for (const Variant& variant : {ladder::streamed<T, 64, 2, 4>(0), ladder::streamed<T, 64, 2, 4>(3)}) {
+        const double error = verify<T>(c, epilogue, &variant);
+        if (error < 0.0) continue;
+        const std::string remark = std::string(kEpilogueNames[static_cast<int>(epilogue)]) + " " + variant.name;
+        report.row(name_of(type, c, remark.c_str()), error);
+      }
     }
   }
   const std::vector<Variant> variants = ladder::released<T>();

@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "astrai/linear/linear.cuh"
+#include "astrai/linear/stream_launch.cuh"
 #include "astrai/linear/tiled.cuh"
 #include "ladder.h"
 
@@ -103,6 +104,23 @@ Variant tiled() {
           }};
 }
 
+/// linear/stream.cuh. `slices` of K; 0: instance and slices as stream_launch.cuh chooses them.
+template <typename T, int kWidth, int kGroups, int kStages>
+Variant streamed(int slices) {
+  char name[64];
+  std::snprintf(name, sizeof name, slices ? "t%dx%d/%ds/c%d" : "t", kWidth, 64 * kGroups, kStages, slices);
+  return {name, kGroups == 1 || slices == 0 ? 17 : 65, slices == 0 ? 128 : 64 * kGroups, 0, false,
+          [slices](const LinearParams& params, const LinearDevice& device) {
+            return astrai::stream_suits<kWidth, kGroups, kStages>(params, device) &&
+                   (slices == 0 || astrai::stream_cost<kWidth, kGroups, kStages>(params, device, slices) < 1e30);
+          },
+          [slices](const LinearParams& params, const LinearDevice& device) {
+            return slices == 0 ? astrai::launch_linear_stream<T>(params, device, Storage<T>::kDType, stream_of_the_program())
+                               : astrai::launch_linear_stream<T, kWidth, kGroups, kStages>(
+                                     params, device, slices, Storage<T>::kDType, stream_of_the_program());
+          }};
+}
+
 /// The released kernels, the wide ones with every size of cluster.
 template <typename T>
 std::vector<Variant> released() {
@@ -152,6 +170,14 @@ inline std::vector<Variant> to_tune() {
       wide<T, 16, 4, 1, 1, 4, 64, true>({2, 8, 0, -1, false}),
       wide<T, 16, 8, 1, 1, 5, 64, true>({1, 8, 0, -1, false}),
       wide<T, 16, 8, 1, 1, 6, 32, true>({1, 8, 0, -1, false}),
+      // 17 to 128 by the copy engine
+      streamed<T, 64, 2, 4>(0),
+      streamed<T, 64, 1, 6>(4),
+      streamed<T, 64, 2, 4>(4),
+      streamed<T, 128, 1, 4>(1),
+      streamed<T, 128, 2, 3>(1),
+      streamed<T, 128, 2, 3>(8),
+      streamed<T, 256, 2, 4>(1),
   };
 }
 

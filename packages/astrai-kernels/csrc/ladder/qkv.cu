@@ -168,7 +168,7 @@ void expected_head(const Operands<T>& o, int64_t token, int head, std::vector<do
 }
 
 template <typename T>
-double verify(const Case& c) {
+double verify(const Case& c, bool overlap = false) {
   const Operands<T> o(c);
   const ladder::Buffer<T> qkv(o.qkv), q_norm(o.q_norm), k_norm(o.k_norm), q(ladder::poison<T>(o.q_count()));
   const ladder::Buffer<float> cos(o.cos), sin(o.sin);
@@ -181,8 +181,9 @@ double verify(const Case& c) {
   const ladder::Buffer<float> k_scale(scale_poison), v_scale(scale_poison);
   void* k_pool = c.fp8 ? static_cast<void*>(k8.get()) : k.get();
   void* v_pool = c.fp8 ? static_cast<void*>(v8.get()) : v.get();
-  const auto params = parameters<T>(o, qkv.get(), q.get(), k_pool, v_pool, k_scale.get(), v_scale.get(), q_norm.get(),
-                                    k_norm.get(), cos.get(), sin.get(), positions.get(), slots.get());
+  auto params = parameters<T>(o, qkv.get(), q.get(), k_pool, v_pool, k_scale.get(), v_scale.get(), q_norm.get(),
+                              k_norm.get(), cos.get(), sin.get(), positions.get(), slots.get());
+  params.overlap = overlap;
   ladder::check(astrai::qkv_norm_rope_write(params, Storage<T>::kDType, nullptr), "qkv_norm_rope_write");
   ladder::check(cudaDeviceSynchronize(), "qkv_norm_rope_write");
   const std::vector<T> got_q = q.read();
@@ -279,7 +280,10 @@ void verify_all(ladder::Report& report) {
       {6, 4, 2, 64, 64, turned, false, true, 0},    {5, 3, 1, 80, 20, halves, true, true, 1},
       {6, 2, 2, 256, 128, halves, false, true, 8},
   };
-  for (const Case& c : cases) report.row(name_of<T>(c), verify<T>(c));
+  for (const Case& c : cases) {
+    report.row(name_of<T>(c), verify<T>(c));
+    report.row(name_of<T>(c) + " overlap", verify<T>(c, true));
+  }
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
-// rms_norm and add_rms_norm against a double-precision reference; bandwidth over buffers that L2 cannot hold.
+// rms_norm, add_rms_norm and add_rms_norm_partials against a double-precision reference; bandwidth over buffers that L2
+// cannot hold.
 
+#include "astrai/fused/partial_norm.cuh"
 #include "astrai/fused/rms_norm.cuh"
 
 #include "ladder.h"
@@ -22,34 +24,24 @@ std::string name_of(const Case& c, bool with_add, const char* remark) {
   return text;
 }
 
-/// Largest deviation in units of the rounding allowed: of the normed row, of its product, and fp32 noise.
+/// Rows of a case on the host, the gaps between them poisoned.
 template <typename T>
-double verify(const Case& c, bool with_add) {
-  const int64_t stride = c.hidden + c.gap;
-  const std::size_t count = static_cast<std::size_t>(c.rows) * stride;
-  std::vector<T> x = ladder::random_values<T>(count, 1);
-  std::vector<T> residual = ladder::random_values<T>(count, 2);
-  const std::vector<T> weight = ladder::random_values<T>(c.hidden, 3);
-  for (int64_t row = 0; row < c.rows; ++row) {
-    for (int64_t i = c.hidden; i < stride; ++i) x[row * stride + i] = residual[row * stride + i] = Storage<T>::pack(NAN);
+std::vector<T> random_rows(const Case& c, int seed) {
+  std::vector<T> rows = ladder::random_values<T>(static_cast<std::size_t>(c.rows) * (c.hidden + c.gap), seed);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (static_cast<int64_t>(i) % (c.hidden + c.gap) >= c.hidden) rows[i] = Storage<T>::pack(NAN);
   }
-  const ladder::Buffer<T> d_x(x), d_residual(residual), d_weight(weight);
-  const ladder::Buffer<T> d_out(ladder::poison<T>(count)), d_residual_out(ladder::poison<T>(count));
-  const float eps = 1e-6f;
-  const astrai::RmsNormParams params = {{d_x.get(), stride, 0},
-                                        {d_residual.get(), stride, 0},
-                                        {d_out.get(), stride, 0},
-                                        {d_residual_out.get(), stride, 0},
-                                        d_weight.get(),
-                                        c.rows,
-                                        1,
-                                        c.hidden,
-                                        eps};
-  ladder::check(astrai::rms_norm(params, Storage<T>::kDType, with_add, nullptr), "rms_norm");
-  ladder::check(cudaDeviceSynchronize(), "rms_norm");
-  const std::vector<T> out = d_out.read();
-  const std::vector<T> residual_out = d_residual_out.read();
+  return rows;
+}
 
+constexpr float kEps = 1e-6f;
+
+/// Largest deviation of a result in units of the rounding allowed: of the normed row, of its product, and fp32 noise.
+/// `residual` and `residual_out` are null without an addition, which must be exact.
+template <typename T>
+double deviation(const Case& c, const std::vector<T>& x, const std::vector<T>* residual, const std::vector<T>& weight,
+                 const std::vector<T>& out, const std::vector<T>* residual_out) {
+  const int64_t stride = c.hidden + c.gap;
   double worst = 0.0;
 #pragma omp parallel for reduction(max : worst)
   for (int64_t row = 0; row < c.rows; ++row) {
@@ -58,14 +50,14 @@ double verify(const Case& c, bool with_add) {
     double squares = 0.0;
     for (int i = 0; i < c.hidden; ++i) {
       sum[i] = Storage<T>::unpack(x[begin + i]);
-      if (with_add) {
-        const float exact = static_cast<float>(sum[i]) + static_cast<float>(Storage<T>::unpack(residual[begin + i]));
+      if (residual) {
+        const float exact = static_cast<float>(sum[i]) + static_cast<float>(Storage<T>::unpack((*residual)[begin + i]));
         sum[i] = Storage<T>::unpack(Storage<T>::pack(exact));
-        if (!(Storage<T>::unpack(residual_out[begin + i]) == sum[i])) worst = INFINITY;  // must be exact
+        if (!(Storage<T>::unpack((*residual_out)[begin + i]) == sum[i])) worst = INFINITY;
       }
       squares += sum[i] * sum[i];
     }
-    const double scale = 1.0 / std::sqrt(squares / c.hidden + eps);
+    const double scale = 1.0 / std::sqrt(squares / c.hidden + kEps);
     for (int i = 0; i < c.hidden; ++i) {
       const double factor = Storage<T>::unpack(weight[i]);
       const double expected = sum[i] * scale * factor;
@@ -79,6 +71,71 @@ double verify(const Case& c, bool with_add) {
     }
   }
   return worst;
+}
+
+template <typename T>
+double verify(const Case& c, bool with_add, bool overlap) {
+  const int64_t stride = c.hidden + c.gap;
+  const std::vector<T> x = random_rows<T>(c, 1), residual = random_rows<T>(c, 2);
+  const std::vector<T> weight = ladder::random_values<T>(c.hidden, 3);
+  const ladder::Buffer<T> d_x(x), d_residual(residual), d_weight(weight);
+  const ladder::Buffer<T> d_out(ladder::poison<T>(x.size())), d_residual_out(ladder::poison<T>(x.size()));
+  const astrai::RmsNormParams params = {{d_x.get(), stride, 0},
+                                        {d_residual.get(), stride, 0},
+                                        {d_out.get(), stride, 0},
+                                        {d_residual_out.get(), stride, 0},
+                                        d_weight.get(),
+                                        c.rows,
+                                        1,
+                                        c.hidden,
+                                        kEps};
+  ladder::check(astrai::rms_norm(params, Storage<T>::kDType, with_add, nullptr, overlap), "rms_norm");
+  ladder::check(cudaDeviceSynchronize(), "rms_norm");
+  const std::vector<T> residual_out = d_residual_out.read();
+  return deviation(c, x, with_add ? &residual : nullptr, weight, d_out.read(), with_add ? &residual_out : nullptr);
+}
+
+template <typename T>
+double verify_partials(const Case& c, int slices, bool overlap) {
+  const int64_t stride = c.hidden + c.gap;
+  const int64_t row_stride = c.hidden + 4, slice_stride = c.rows * row_stride + 8;
+  std::vector<float> parts(slices * slice_stride, NAN);
+  const std::vector<float> values = ladder::random_values<float>(parts.size(), 4);
+  std::vector<T> x = random_rows<T>(c, 1);
+  for (int64_t row = 0; row < c.rows; ++row) {
+    for (int i = 0; i < c.hidden; ++i) {
+      volatile float sum = 0.0f;  // each addition rounds
+      for (int s = 0; s < slices; ++s) {
+        const int64_t at = s * slice_stride + row * row_stride + i;
+        parts[at] = values[at];
+        sum = s == 0 ? values[at] : sum + values[at];
+      }
+      x[row * stride + i] = Storage<T>::pack(sum);
+    }
+  }
+  const std::vector<T> residual = random_rows<T>(c, 2), weight = ladder::random_values<T>(c.hidden, 3);
+  const ladder::Buffer<float> d_parts(parts);
+  const ladder::Buffer<T> d_residual(residual), d_weight(weight);
+  const ladder::Buffer<T> d_out(ladder::poison<T>(x.size())), d_residual_out(ladder::poison<T>(x.size()));
+  const astrai::PartialNormParams params = {d_parts.get(),
+                                            slice_stride,
+                                            row_stride,
+                                            d_residual.get(),
+                                            stride,
+                                            d_out.get(),
+                                            stride,
+                                            d_residual_out.get(),
+                                            stride,
+                                            d_weight.get(),
+                                            c.rows,
+                                            c.hidden,
+                                            slices,
+                                            kEps,
+                                            overlap};
+  ladder::check(astrai::add_rms_norm_partials(params, Storage<T>::kDType, nullptr), "add_rms_norm_partials");
+  ladder::check(cudaDeviceSynchronize(), "add_rms_norm_partials");
+  const std::vector<T> residual_out = d_residual_out.read();
+  return deviation(c, x, &residual, weight, d_out.read(), &residual_out);
 }
 
 template <typename T>
@@ -101,7 +158,7 @@ void measure(ladder::Report& report, const Case& c, bool with_add) {
                                           c.rows,
                                           1,
                                           c.hidden,
-                                          1e-6f};
+                                          kEps};
     return astrai::rms_norm(params, Storage<T>::kDType, with_add, stream);
   });
   report.bandwidth(name_of<T>(c, with_add, ""), microseconds, bytes);
@@ -113,7 +170,22 @@ void verify_all(ladder::Report& report) {
                         {17, 576, 0},  {9, 1536, 24}, {9, 2048, 0},  {9, 4096, 0},   {9, 4096, 1},   {5, 8192, 0}, {3, 16384, 0},
                         {3, 16392, 8}, {2, 40000, 0}, {2, 20001, 0}, {5000, 576, 0}};
   for (const Case& c : cases) {
-    for (const bool with_add : {false, true}) report.row(name_of<T>(c, with_add, ""), verify<T>(c, with_add));
+    for (const bool with_add : {false, true}) report.row(name_of<T>(c, with_add, ""), verify<T>(c, with_add, false));
+    report.row(name_of<T>(c, true, " overlap"), verify<T>(c, true, true));
+  }
+}
+
+template <typename T>
+void verify_all_partials(ladder::Report& report) {
+  for (const Case& c : {Case{5, 8, 8}, Case{3, 64, 0}, Case{33, 256, 8}, Case{9, 264, 0}, Case{128, 1536, 0},
+                        Case{65, 2048, 24}, Case{5, 2056, 0}, Case{7, 4096, 8}, Case{3, 8192, 0}}) {
+    for (const int slices : {2, 4}) {
+      for (const bool overlap : {false, true}) {
+        char remark[64];
+        std::snprintf(remark, sizeof remark, " of %d slices%s", slices, overlap ? " overlap" : "");
+        report.row(name_of<T>(c, true, remark), verify_partials<T>(c, slices, overlap));
+      }
+    }
   }
 }
 
@@ -124,12 +196,14 @@ int main(int argc, char** argv) {
   verify_all<float>(report);
   verify_all<astrai::float16>(report);
   verify_all<astrai::bfloat16>(report);
+  verify_all_partials<astrai::float16>(report);
+  verify_all_partials<astrai::bfloat16>(report);
   if (!ladder::is_quick(argc, argv)) {
     // Enough rows for the kernel that takes many.
     for (const Case& c : {Case{60001, 64, 0}, Case{30001, 128, 8}, Case{15001, 256, 0}, Case{7001, 512, 0},
                           Case{4001, 960, 0}, Case{2001, 1536, 0}, Case{2001, 2048, 0}, Case{2001, 2056, 0}, Case{2001, 4096, 8}}) {
       for (const bool with_add : {false, true}) {
-        report.row(name_of<astrai::bfloat16>(c, with_add, ""), verify<astrai::bfloat16>(c, with_add));
+        report.row(name_of<astrai::bfloat16>(c, with_add, ""), verify<astrai::bfloat16>(c, with_add, false));
       }
     }
     for (const Case& c : {Case{1, 4096, 0}, Case{32, 4096, 0}, Case{8192, 1536, 0}, Case{8192, 2048, 0},

@@ -4,6 +4,7 @@ Importing this package imports neither torch nor the extension; both are loaded 
 
 ========================================  ==========================================================
 :func:`rms_norm`, :func:`add_rms_norm`    RMSNorm, alone and behind a residual add
+:func:`add_rms_norm_partials`             the latter behind a product in slices of K, which it sums
 :func:`apply_rotary`,                     rotary position embedding of q and k, out of place and in
 :func:`apply_rotary_`                     place
 :func:`linear`                            x @ weight^T with an epilogue, in a fixed order on request
@@ -16,6 +17,8 @@ Importing this package imports neither torch nor the extension; both are loaded 
 :func:`gated_activation`                  SwiGLU and GeGLU
 :func:`embedding`                         rows of a table by their ids
 :func:`argmax`, :func:`sample`            one token per row of logits, without a sort
+:func:`decode_step`, :class:`DecodeStep`,  a whole decode step of a dense model in one kernel, and what it
+:class:`StepLayer`                        reads at fixed addresses
 :func:`build_info`                        what the extension was built from and for; needs no GPU
 :mod:`astrai_kernels.reference`           the same functions in plain torch, for any device
 ========================================  ==========================================================
@@ -37,22 +40,28 @@ if TYPE_CHECKING:
     from .elementwise import embedding, gated_activation
     from .fused import add_rms_norm, rms_norm
     from .lora import lora_expand, lora_shrink
+    from .partial_norm import add_rms_norm_partials
     from .prefill import prefill_attention, scalar_attention
     from .projection import linear
     from .qkv import qkv_norm_rope_write
     from .rotary import apply_rotary, apply_rotary_
     from .sampling import argmax, sample
+    from .step import DecodeStep, StepLayer, decode_step
 
 __all__ = [
     "BuildInfo",
     "DecodePlan",
+    "DecodeStep",
+    "StepLayer",
     "__version__",
     "add_rms_norm",
+    "add_rms_norm_partials",
     "apply_rotary",
     "apply_rotary_",
     "argmax",
     "build_info",
     "decode_attention",
+    "decode_step",
     "embedding",
     "gated_activation",
     "linear",
@@ -75,9 +84,13 @@ _HOMES = {
     "qkv_norm_rope_write": "qkv",
     "DecodePlan": "attention",
     "decode_attention": "attention",
+    "DecodeStep": "step",
+    "StepLayer": "step",
+    "decode_step": "step",
     "BuildInfo": "_loader",
     "build_info": "_loader",
     "add_rms_norm": "fused",
+    "add_rms_norm_partials": "partial_norm",
     "rms_norm": "fused",
     "linear": "projection",
     "lora_expand": "lora",

@@ -13,12 +13,14 @@ _MODULE = "astrai_kernels.lib._C"
 # What the Python files beside this one call. A module compiled before one of these was added would fail at its first use.
 _FUNCTIONS = (
     "add_rms_norm",
+    "add_rms_norm_partials",
     "attention_capacity",
     "attention_decode",
     "attention_plan",
     "attention_prefill",
     "attention_scalar",
     "build_info",
+    "decode_step",
     "embedding",
     "gated_activation",
     "linear",
@@ -28,6 +30,7 @@ _FUNCTIONS = (
     "rms_norm",
     "rotary",
     "sample",
+    "step_capacity",
 )
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and behind a residual add."""
+"""RMSNorm, alone and behind a residual add. Behind a product in slices: partial_norm.py."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _launch_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None
 
 
 def _launch_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, residual_out: Tensor
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, residual_out: Tensor, overlap: bool
 ) -> None:
     rows, inner, strides = checks.row_strides(
         "add_rms_norm", x=x, residual=residual, out=out, residual_out=residual_out
@@ -71,6 +71,7 @@ def _launch_add_rms_norm(
         inner,
         x.shape[-1],
         eps,
+        overlap,
     )
 
 
@@ -97,22 +98,24 @@ def _rms_norm_out(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     _launch_rms_norm(x, weight, eps, out)
 
 
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _check("add_rms_norm", x, weight, eps, ("residual", residual))
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    residual_out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_add_rms_norm(x, residual, weight, eps, out, residual_out)
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, overlap: bool = False
+) -> tuple[Tensor, Tensor]:
+    out, residual_out = _add_rms_norm_fake(x, residual, weight, eps)
+    _launch_add_rms_norm(x, residual, weight, eps, out, residual_out, overlap)
     return out, residual_out
 
 
-def _add_rms_norm_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_rms_norm_fake(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, overlap: bool = False
+) -> tuple[Tensor, Tensor]:
     _check("add_rms_norm", x, weight, eps, ("residual", residual))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return out, torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _add_rms_norm_out_fake(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, residual_out: Tensor
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, residual_out: Tensor, overlap: bool = False
 ) -> None:
     _check("add_rms_norm", x, weight, eps, ("residual", residual))
     checks.check_output("add_rms_norm", "out", out, "x", x)
@@ -120,7 +123,7 @@ def _add_rms_norm_out_fake(
 
 
 def _add_rms_norm_out(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, residual_out: Tensor
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor, residual_out: Tensor, overlap: bool = False
 ) -> None:
     _add_rms_norm_out_fake(x, residual, weight, eps, out, residual_out)
     if out.numel() > 0 and out.data_ptr() == residual_out.data_ptr():
@@ -128,7 +131,7 @@ def _add_rms_norm_out(
     for name, target in (("out", out), ("residual_out", residual_out)):
         checks.check_in_place("add_rms_norm", name, target, "x", x)
         checks.check_in_place("add_rms_norm", name, target, "residual", residual)
-    _launch_add_rms_norm(x, residual, weight, eps, out, residual_out)
+    _launch_add_rms_norm(x, residual, weight, eps, out, residual_out, overlap)
 
 
 _rms_norm_op = register("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, _rms_norm_fake)
@@ -136,13 +139,13 @@ _rms_norm_out_op = register(
     "rms_norm_out(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()", _rms_norm_out, _rms_norm_out_fake
 )
 _add_rms_norm_op = register(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool overlap=False) -> (Tensor, Tensor)",
     _add_rms_norm,
     _add_rms_norm_fake,
 )
 _add_rms_norm_out_op = register(
-    "add_rms_norm_out(Tensor x, Tensor residual, Tensor weight, float eps, Tensor(a!) out, Tensor(b!) residual_out)"
-    " -> ()",
+    "add_rms_norm_out(Tensor x, Tensor residual, Tensor weight, float eps, Tensor(a!) out, Tensor(b!) residual_out, "
+    "bool overlap=False) -> ()",
     _add_rms_norm_out,
     _add_rms_norm_out_fake,
 )
@@ -195,6 +198,7 @@ def add_rms_norm(
     eps: float = 1e-6,
     *,
     out: tuple[Tensor, Tensor] | None = None,
+    overlap: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Add the residual stream and normalise the sum, in one pass.
 
@@ -210,6 +214,10 @@ def add_rms_norm(
         Added to the mean square.
     out : (Tensor, Tensor), optional
         Where to write ``normed`` and ``new_residual``; each may be ``x`` or ``residual`` itself.
+    overlap : bool
+        The caller's word that `residual` was written before a kernel that has started since and is neither
+        :func:`linear` nor a library's product: it is then read while the kernel directly ahead still runs
+        (csrc/include/astrai/common/pdl.cuh).
 
     Returns
     -------
@@ -223,9 +231,9 @@ def add_rms_norm(
     """
     if out is None:
         refuse_grad("add_rms_norm", x=x, residual=residual, weight=weight)
-        normed, new_residual = _add_rms_norm_op(x, residual, weight, eps)
+        normed, new_residual = _add_rms_norm_op(x, residual, weight, eps, overlap)
         return normed, new_residual
     normed, new_residual = out
     refuse_grad("add_rms_norm", x=x, residual=residual, weight=weight, out=normed, residual_out=new_residual)
-    _add_rms_norm_out_op(x, residual, weight, eps, normed, new_residual)
+    _add_rms_norm_out_op(x, residual, weight, eps, normed, new_residual, overlap)
     return normed, new_residual

@@ -34,6 +34,7 @@ class _Inputs(NamedTuple):
     interleaved: bool
     k_scale: Tensor | None
     v_scale: Tensor | None
+    overlap: bool
 
     @property
     def head_dim(self) -> int:
@@ -158,6 +159,7 @@ def _launch(i: _Inputs, out: Tensor) -> None:
         0 if i.cos is None else 2 * i.cos.shape[1],
         i.eps,
         i.interleaved,
+        i.overlap,
     )
 
 
@@ -194,7 +196,7 @@ def _out_kernel(*arguments: Any) -> None:
 _SCHEMA = (
     "(Tensor qkv, Tensor? position_ids, Tensor? cos, Tensor? sin, Tensor(a!) k_buffer, Tensor(b!) v_buffer, "
     "Tensor out_cache_loc, int n_heads, int n_kv_heads, Tensor? q_norm, Tensor? k_norm, float eps, bool interleaved, "
-    "Tensor(c!)? k_scale, Tensor(d!)? v_scale"
+    "Tensor(c!)? k_scale, Tensor(d!)? v_scale, bool overlap"
 )
 _op = register(f"{_OP}{_SCHEMA}) -> Tensor", _kernel, _fake)
 _out_op = register(f"{_OP}_out{_SCHEMA}, Tensor(e!) out) -> ()", _out_kernel, _out_fake)
@@ -218,6 +220,7 @@ def qkv_norm_rope_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     """Norm and rotate q and k of a fused projection, write k and v into the KV pool, return q; one launch.
 
@@ -249,6 +252,10 @@ def qkv_norm_rope_write(
         pool then holds x / scale.
     out : Tensor, optional
         ``[tokens, n_heads, head_dim]`` of qkv's type: the q part of qkv itself, or memory that overlaps no input.
+    overlap : bool
+        The caller's word that `position_ids`, `out_cache_loc`, `cos` and `sin` were written before a kernel that has
+        started since and is neither :func:`~astrai_kernels.linear` nor a library's product: they are then read while
+        the kernel directly ahead still runs (csrc/include/astrai/common/pdl.cuh).
 
     Returns
     -------
@@ -267,7 +274,7 @@ def qkv_norm_rope_write(
     refuse_grad(_OP, qkv=qkv, q_norm=q_norm, k_norm=k_norm, k_buffer=k_buffer, v_buffer=v_buffer, out=out)
     arguments = _Inputs(
         *(qkv, position_ids, cos, sin, k_buffer, v_buffer, out_cache_loc, n_heads, n_kv_heads, q_norm, k_norm),
-        *(eps, interleaved, k_scale, v_scale),
+        *(eps, interleaved, k_scale, v_scale, overlap),
     )
     if out is None:
         result: Tensor = _op(*arguments)

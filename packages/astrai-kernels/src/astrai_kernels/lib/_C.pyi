@@ -6,6 +6,7 @@ Each raises ValueError for arguments out of range and RuntimeError when CUDA ref
 
 _Rows = tuple[int, int, int]  # address, outer stride, inner stride
 _Matrix = tuple[int, int]  # address, stride of the rows
+_StepShape = tuple[int, int, int, int, int, int, int]  # rows, hidden, intermediate, heads, kv heads, head_dim, vocab
 _Adapters = tuple[int, int, bool, int]  # adapter_ids, their stride, whether they have 64 bits; adapters
 _Heads = tuple[int, int, int, int, int, int, int]  # in, out, their token and head strides, heads
 
@@ -35,6 +36,23 @@ def add_rms_norm(
     inner: int,
     hidden: int,
     eps: float,
+    overlap: bool,
+    /,
+) -> None: ...
+def add_rms_norm_partials(
+    dtype: int,
+    device: int,
+    stream: int,
+    parts: _Rows,
+    residual: _Matrix,
+    weight: int,
+    out: _Matrix,
+    residual_out: _Matrix,
+    rows: int,
+    hidden: int,
+    slices: int,
+    eps: float,
+    overlap: bool,
     /,
 ) -> None: ...
 def rotary(
@@ -130,6 +148,7 @@ def qkv_norm_rope_write(
     rotary_dim: int,
     eps: float,
     interleaved: bool,
+    overlap: bool,
     /,
 ) -> None: ...
 def gated_activation(
@@ -254,4 +273,22 @@ def attention_plan(
     /,
 ) -> None: ...
 def attention_capacity(head_dim: int, n_heads: int, n_kv_heads: int, q_len: int, device: int, /) -> tuple[int, int]: ...
+def decode_step(
+    dtype: int,
+    device: int,
+    stream: int,
+    shape: _StepShape,
+    inputs: tuple[int, int, int, int, int],
+    req_to_token: _Matrix,
+    layers: tuple[int, int],
+    weights: tuple[int, int, int],
+    angles: tuple[int, int, int, int, int],
+    pool: tuple[int, int, int, int, int],
+    outputs: tuple[int, int],
+    workspace: int,
+    eps: float,
+    scale: float,
+    /,
+) -> None: ...
+def step_capacity(device: int, shape: _StepShape, n_layers: int, /) -> tuple[int, int]: ...
 def build_info() -> dict[str, str | int]: ...

@@ -31,6 +31,8 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
   using Warp::kRows, Warp::kThreads, Warp::kWarps;
   using Warp::lane, Warp::p, Warp::shared, Warp::warp;
   using typename Warp::Row;
+  using typename Warp::Unit;
+  using Warp::kAhead;
 
   __device__ __forceinline__ Decode(const AttentionParams& params, typename Warp::Shared& memory)
       : Warp(params, memory) {}
@@ -73,7 +75,7 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
   }
 
   __device__ __forceinline__ void store_result(int request, int r, int d, float top, float total, float4 value) const {
-    const Row row_r = this->row(r);
+    const Row row_r = this->row(Unit{kv_head, first_row}, r);
     const int64_t token = static_cast<int64_t>(request) * p.q_len + row_r.query;
     if (kExtras && p.sinks) {
       const float sink = p.sinks[row_r.head] * kLog2e;
@@ -154,22 +156,40 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
     merge_warps(true);
   }
 
+  /// The unit of an item; its chunk is read by every thread.
+  __device__ __forceinline__ Unit unit_of(int item, int units) const {
+    const int index = item / units;
+    const int unit = item - index * units;
+    const AttentionChunk chunk = p.chunks[index];
+    return {unit % p.n_kv_heads,
+            unit / p.n_kv_heads * kRows,
+            this->uniform(chunk.begin),
+            this->uniform(chunk.end),
+            this->uniform(chunk.request),
+            this->uniform(chunk.table_row),
+            this->uniform(chunk.seq_len)};
+  }
+
   __device__ __forceinline__ void run() {
     group = p.n_heads / p.n_kv_heads;
     n_rows = group * p.q_len;
     const int units = p.n_kv_heads * ((n_rows + kRows - 1) / kRows);
     const int n_items = p.plan->n_chunks * units;
+    const int stride = static_cast<int>(gridDim.x);
     if (static_cast<int>(blockIdx.x) >= n_items) Warp::join();
-    for (int item = static_cast<int>(blockIdx.x); item < n_items; item += static_cast<int>(gridDim.x)) {
+    Unit next = {};
+    for (int item = static_cast<int>(blockIdx.x); item < n_items; item += stride) {
+      const bool is_first = item == static_cast<int>(blockIdx.x);
+      const bool has_next = kAhead && item + stride < n_items;
       chunk_index = item / units;
       const int unit = item - chunk_index * units;
-      kv_head = unit % p.n_kv_heads;
-      first_row = unit / p.n_kv_heads * kRows;
-      {
-        const AttentionChunk chunk = p.chunks[chunk_index];
-        if (threadIdx.x == 0) shared.chunk = chunk;
-        this->attend(chunk, item == static_cast<int>(blockIdx.x));
-      }
+      const Unit now = kAhead && !is_first ? next : unit_of(item, units);
+      kv_head = now.kv_head;
+      first_row = now.first_row;
+      if (threadIdx.x == 0) shared.chunk = p.chunks[chunk_index];
+      if (has_next) next = unit_of(item + stride, units);
+      this->attend(now, is_first, kAhead && !is_first, has_next, next);
+      if (has_next) this->run_ahead(next);
       this->to_shared();
       __syncthreads();
       const int count = shared.chunk.count;

@@ -51,29 +51,35 @@ struct DecodeOperands {
   /// Elements of a head: head_dim 80 runs in the instance of 96.
   __device__ __forceinline__ int dim() const { return kDim == 96 ? p.head_dim : kDim; }
 
+  /// A unit of work: a chunk of a request's keys, for a pass over the query rows of a kv head.
+  struct Unit {
+    int kv_head, first_row;
+    int begin, end, request, table_row, seq_len;  // of the chunk
+  };
+
   /// Query row of a column: its query within the request, and its head.
   struct Row {
     bool exists;
     int query, head;
   };
-  __device__ __forceinline__ Row row(int column) const {
-    const int index = first_row + column;
+  __device__ __forceinline__ Row row(const Unit& unit, int column) const {
+    const int index = unit.first_row + column;
     const int query = index / group;
-    return {index < n_rows, query, kv_head * group + index - query * group};
+    return {index < n_rows, query, unit.kv_head * group + index - query * group};
   }
 
   /// This lane's part of the queries. It waits in the warp's share of `shared.out`, which is idle until the end.
   __device__ __forceinline__ uint4* queries() const { return reinterpret_cast<uint4*>(&shared.out[warp][0][0]) + lane; }
   static_assert(kKeyParts * 2 * 32 * 16 <= 8 * kRowStride * 4, "the queries fit there");
 
-  /// As A fragments of rows g and g + 8, two steps a part; rows that do not exist are zero.
-  __device__ __forceinline__ void load_queries(int request) {
-    uint4 value[2][kKeyParts];
+  /// This lane's part of the queries of a unit; rows that do not exist are zero.
+  using Queries = uint4[2][kKeyParts];
+  __device__ __forceinline__ void load_queries(const Unit& unit, Queries& value) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const Row row_g = row(8 * r + g);
+      const Row row_g = row(unit, 8 * r + g);
       const T* source = static_cast<const T*>(p.q) +
-                        (static_cast<int64_t>(request) * p.q_len + row_g.query) * p.q_token_stride +
+                        (static_cast<int64_t>(unit.request) * p.q_len + row_g.query) * p.q_token_stride +
                         row_g.head * p.q_head_stride + 8 * q;
 #pragma unroll
       for (int c = 0; c < kKeyParts; ++c) {
@@ -84,6 +90,9 @@ struct DecodeOperands {
         }
       }
     }
+  }
+  /// To their place, as A fragments of rows g and g + 8, two steps a part.
+  __device__ __forceinline__ void keep_queries(const Queries& value) const {
 #pragma unroll
     for (int c = 0; c < kKeyParts; ++c) {
       const uint4 a = value[0][c];

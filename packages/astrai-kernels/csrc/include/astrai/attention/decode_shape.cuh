@@ -13,15 +13,16 @@ constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
 /// How a head size is spread over thread blocks: warps of one, blocks that fit a multiprocessor, granules whose keys and
-/// values a warp holds at once. Eight warps a multiprocessor with 255 registers each, measured on an H200 against sixteen
+/// values a warp holds at once; ahead: whether a block's next unit starts to load while it merges the last. Eight warps a multiprocessor with 255 registers each, measured on an H200 against sixteen
 /// with 128 (spills) and twelve with 168: what counts is bytes in flight and a short chain, not occupancy.
 struct DecodeShape {
   int warps, blocks, tile;
+  bool ahead;
 };
 __host__ __device__ constexpr DecodeShape decode_shape(int head_dim, int row_tiles) {
-  if (head_dim <= 64) return {8, 1, 2};
-  if (head_dim <= 128) return {4, 2, row_tiles == 1 ? 2 : 1};
-  return {4, 2, 1};
+  if (head_dim <= 64) return {8, 1, 2, false};
+  if (head_dim <= 128) return {4, 2, row_tiles == 1 ? 2 : 1, false};
+  return {4, 2, 1, false};
 }
 
 #ifndef __CUDACC_RTC__

@@ -14,7 +14,8 @@ struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
   using Operands::g, Operands::keys, Operands::kv_head, Operands::p, Operands::q, Operands::shared, Operands::values;
   using Operands::kBytes, Operands::kKeyParts, Operands::kPrefetch, Operands::kTile, Operands::kValueParts;
   using Operands::kWarps, Operands::lane, Operands::of_key, Operands::uniform, Operands::warp;
-  using typename Operands::KeyScales, typename Operands::Row, typename Operands::Shared;
+  using typename Operands::KeyScales, typename Operands::Queries, typename Operands::Row, typename Operands::Shared;
+  using typename Operands::Unit;
 
   // The running softmax.
   float out[kRowTiles][kValueParts][4][4];
@@ -196,8 +197,58 @@ struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
     pdl_release();
   }
 
-  /// This warp's share of the chunk.
-  __device__ __forceinline__ void attend(const AttentionChunk& chunk, bool is_first) {
+  // Whether the first loads of a unit are issued before the unit ahead of it is merged.
+  static constexpr bool kAhead = decode_shape(kDim, kRowTiles).ahead && !kExtras && Operands::kPrefetch && !KV::kNarrow;
+  int slots;        // of the first two granules of a unit, one a lane
+  Queries query;    // of a unit that is ahead
+
+  /// The part of a unit that falls to this warp, in granules of its own.
+  struct Share {
+    int skipped, end;
+    __device__ __forceinline__ bool is_empty() const { return skipped >= end; }
+  };
+  /// What the first query row sees begins here; no row sees anything before it.
+  __device__ __forceinline__ int low_of(const Unit& unit) const {
+    const int span = p.window ? p.window : 0x3fffffff;
+    return max(unit.begin, unit.seq_len - p.q_len + 1 - span);
+  }
+  __device__ __forceinline__ Share share_of(const Unit& unit) const {
+    const int granules =
+        (unit.end - unit.begin - warp * kGranule + kWarps * kGranule - 1) / (kWarps * kGranule);
+    return {(low_of(unit) - unit.begin) / (kWarps * kGranule) / 2 * 2, granules};
+  }
+
+  /// Slots of two granules, one a lane. Positions outside the chunk repeat one inside: what is read is always owned.
+  __device__ __forceinline__ int load_slots(const Unit& unit, int granule) const {
+    const bool paged = KV::kPaged || p.req_to_token != nullptr;
+    const int32_t* table = paged ? p.req_to_token + unit.table_row * p.table_stride : nullptr;
+    int position = unit.begin + ((granule + lane / kGranule) * kWarps + warp) * kGranule + lane % kGranule;
+    position = max(min(position, unit.end - 1), low_of(unit));
+    return slot_of<KV>(table, position);
+  }
+  /// This lane's bytes of slot 0.
+  __device__ __forceinline__ const char* keys_of(const Unit& unit) const {
+    const bool paged = KV::kPaged || p.req_to_token != nullptr;
+    return static_cast<const char*>(p.k) + 8 * kBytes * q +
+           (unit.kv_head * p.k_head_stride + (paged ? 0 : unit.request * p.k_batch_stride)) * kBytes;
+  }
+  __device__ __forceinline__ const char* values_of(const Unit& unit) const {
+    const bool paged = KV::kPaged || p.req_to_token != nullptr;
+    return static_cast<const char*>(p.v) + 8 * kBytes * g +
+           (unit.kv_head * p.v_head_stride + (paged ? 0 : unit.request * p.v_batch_stride)) * kBytes;
+  }
+
+  /// The first keys and values of a unit and its queries, while another is merged; `slots` are its.
+  __device__ __forceinline__ void run_ahead(const Unit& unit) {
+    if (share_of(unit).is_empty()) return;
+    this->load_keys(keys_of(unit), static_cast<uint32_t>(p.k_slot_stride) * kBytes, slots, 0);
+    this->load_values(values_of(unit), static_cast<uint32_t>(p.v_slot_stride) * kBytes, slots, 0);
+    this->load_queries(unit, query);
+  }
+
+  /// This warp's share of the unit. is_ahead: run_ahead has been here. kAhead: `next` is the unit to come.
+  __device__ __forceinline__ void attend(const Unit& unit, bool is_first, bool is_ahead, bool has_next,
+                                         const Unit& next) {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       maximum[r] = kNoMaximum;
@@ -212,85 +263,77 @@ struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
         }
       }
     }
-    const int begin = uniform(chunk.begin);
-    const int end = uniform(chunk.end);
-    const int request = uniform(chunk.request);
-    const int first_query = uniform(chunk.seq_len) - p.q_len;  // its position
+    const int begin = unit.begin;
+    const int end = unit.end;
+    const int request = unit.request;
+    const int first_query = unit.seq_len - p.q_len;  // its position
     const int span = p.window ? p.window : 0x3fffffff;
-    // What the first query row sees begins here; no row sees anything before it.
-    const int low = max(begin, first_query + 1 - span);
+    const int low = low_of(unit);
     // Every row sees what lies between these two.
     const int all_from = max(begin, first_query + p.q_len - span);
     const int all_to = min(end, first_query + 1);
     int high[kRowTiles];
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
-      const Row row_g = this->row(g + 8 * r);
+      const Row row_g = this->row(unit, g + 8 * r);
       high[r] = row_g.exists ? first_query + row_g.query + 1 : end;
     }
 
-    const int n_granules = (end - begin - warp * kGranule + kWarps * kGranule - 1) / (kWarps * kGranule);
-    const int skipped = (low - begin) / (kWarps * kGranule) / 2 * 2;
-    if (skipped >= n_granules) {
+    const Share share = share_of(unit);
+    if (share.is_empty()) {
       if (is_first) join();
+      if (kAhead && has_next) slots = load_slots(next, share_of(next).skipped);
       return;
     }
-
-    const bool paged = KV::kPaged || p.req_to_token != nullptr;
-    const char* k_base = static_cast<const char*>(p.k) + 8 * kBytes * q +
-                         (kv_head * p.k_head_stride + (paged ? 0 : request * p.k_batch_stride)) * kBytes;
-    const char* v_base = static_cast<const char*>(p.v) + 8 * kBytes * g +
-                         (kv_head * p.v_head_stride + (paged ? 0 : request * p.v_batch_stride)) * kBytes;
+    const int skipped = share.skipped;
+    const int n_granules = share.end;
+    const char* k_base = keys_of(unit);
+    const char* v_base = values_of(unit);
     const uint32_t k_stride = static_cast<uint32_t>(p.k_slot_stride) * kBytes;
     const uint32_t v_stride = static_cast<uint32_t>(p.v_slot_stride) * kBytes;
-    const int32_t* table = paged ? p.req_to_token + uniform(chunk.table_row) * p.table_stride : nullptr;
     const float* k_scale = nullptr;
     const float* v_scale = nullptr;
     if constexpr (KV::kNarrow) {
+      const bool paged = p.req_to_token != nullptr;
       k_scale = p.k_scale + kv_head + (paged ? 0 : request * p.k_scale_batch_stride);
       v_scale = p.v_scale + kv_head + (paged ? 0 : request * p.v_scale_batch_stride);
     }
 
-    // Slots of two granules, one a lane. Positions outside the chunk repeat one inside: what is read is always owned.
-    const auto load_slots = [&](int granule) {
-      int position = begin + ((granule + lane / kGranule) * kWarps + warp) * kGranule + lane % kGranule;
-      position = max(min(position, end - 1), low);
-      return slot_of<KV>(table, position);
-    };
-
-    int slots = load_slots(skipped);
-    int next_slots = load_slots(skipped + 2);
+    if (!is_ahead) slots = load_slots(unit, skipped);
+    int now = slots;
+    int next_slots = load_slots(unit, skipped + 2);
     // Keys of earlier steps are there already; the kernel before this one writes those of this step.
-    constexpr int kAhead = KV::kNarrow ? 2 : kTile;  // scales come for two granules at once
-    const int last_position = begin + ((skipped + kAhead - 1) * kWarps + warp) * kGranule + kGranule;
+    constexpr int kEarly = KV::kNarrow ? 2 : kTile;  // scales come for two granules at once
+    const int last_position = begin + ((skipped + kEarly - 1) * kWarps + warp) * kGranule + kGranule;
     const bool early = p.overlap && min(last_position, end) <= first_query;
     if (is_first && !early) join();
-    KeyScales scales = this->load_scales(k_scale, v_scale, slots);
-    if constexpr (kPrefetch) {
-      this->load_keys(k_base, k_stride, slots, 0);
-      this->load_values(v_base, v_stride, slots, 0);
+    KeyScales scales = this->load_scales(k_scale, v_scale, now);
+    if (kPrefetch && !is_ahead) {
+      this->load_keys(k_base, k_stride, now, 0);
+      this->load_values(v_base, v_stride, now, 0);
     }
     if (is_first && early) join();
-    this->load_queries(request);
+    if (!is_ahead) this->load_queries(unit, query);
+    this->keep_queries(query);
 #pragma unroll 1
     for (int granule = skipped; granule < n_granules; granule += 2) {
       const KeyScales next_scales = this->load_scales(k_scale, v_scale, next_slots);
 #pragma unroll
       for (int step = 0; step < 2; step += kTile) {
         if (step > 0 && granule + step >= n_granules) break;
-        const bool has_next = granule + step + kTile < n_granules;
+        const bool has_more = granule + step + kTile < n_granules;
         constexpr bool kWhole = kTile == 2;
-        const int from = kWhole || step > 0 ? next_slots : slots;
+        const int from = kWhole || step > 0 ? next_slots : now;
         const int half = kWhole || step > 0 ? 0 : 1;
-        if constexpr (!kPrefetch) this->load_keys(k_base, k_stride, slots, step);
+        if constexpr (!kPrefetch) this->load_keys(k_base, k_stride, now, step);
         Scores s;
         multiply(s);
         if constexpr (KV::kNarrow) scale_scores(s, scales, step);
         if constexpr (!kPrefetch) {
           if (kExtras) __syncwarp();  // else ptxas lifts the loads above the product and runs out of registers
-          this->load_values(v_base, v_stride, slots, step);
+          this->load_values(v_base, v_stride, now, step);
         }
-        if (kPrefetch && has_next) this->load_keys(k_base, k_stride, from, half);
+        if (kPrefetch && has_more) this->load_keys(k_base, k_stride, from, half);
 #pragma unroll
         for (int t = 0; t < kTile; ++t) {
           const int position = begin + ((granule + step + t) * kWarps + warp) * kGranule;
@@ -299,11 +342,13 @@ struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
         }
         raise_maxima(s);
         accumulate(s, scales, step);
-        if (kPrefetch && has_next) this->load_values(v_base, v_stride, from, half);
+        if (kPrefetch && has_more) this->load_values(v_base, v_stride, from, half);
       }
-      slots = next_slots;
+      now = next_slots;
       scales = next_scales;
-      next_slots = load_slots(granule + 4);
+      next_slots = load_slots(unit, granule + 4);
+      // Behind the first products: the next unit's chunk has arrived by now, and its slots will by the end of this one.
+      if (kAhead && has_next && granule == skipped) slots = load_slots(next, share_of(next).skipped);
     }
   }
 

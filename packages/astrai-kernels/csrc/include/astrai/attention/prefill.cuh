@@ -19,7 +19,8 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
   using typename Tile::Weights;
   using Tile::first_position, Tile::first_token, Tile::head, Tile::kv_head, Tile::seq_len;
   using Tile::k_tile, Tile::lane, Tile::p, Tile::slots, Tile::thread, Tile::v_tile;
-  using Tile::kHoldQueries, Tile::kKeys, Tile::kQueries, Tile::kRowTiles, Tile::kSharedBytes, Tile::kSteps;
+  using Tile::kAhead, Tile::kHoldQueries, Tile::kKeys, Tile::kQueries, Tile::kStages, Tile::kTileBytes;
+  using Tile::kRowTiles, Tile::kSharedBytes, Tile::kSteps;
   using Tile::kValueTiles, Tile::maximum, Tile::out, Tile::sum;
 
   __device__ __forceinline__ Prefill(const AttentionParams& params, unsigned char* memory) : Tile(params, memory) {}
@@ -56,18 +57,161 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
     }
   }
 
-  __device__ __forceinline__ void copy_keys(const int* tile_slots) const {
+  __device__ __forceinline__ void copy_keys(const int* tile_slots, uint32_t target) const {
     if constexpr (KV::kNarrow) {
       this->copy_narrow(0, tile_slots, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
     } else {
-      this->copy_rows(k_tile, tile_slots, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
+      this->copy_rows(target, tile_slots, p.k, p.k_slot_stride, p.k_head_stride, p.k_batch_stride);
     }
   }
-  __device__ __forceinline__ void copy_values(const int* tile_slots) const {
+  __device__ __forceinline__ void copy_values(const int* tile_slots, uint32_t target) const {
     if constexpr (KV::kNarrow) {
       this->copy_narrow(1, tile_slots, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
     } else {
-      this->copy_rows(v_tile, tile_slots, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
+      this->copy_rows(target, tile_slots, p.v, p.v_slot_stride, p.v_head_stride, p.v_batch_stride);
+    }
+  }
+
+  /// Keys that some row of the tile sees, [low, high), and those that every row sees.
+  struct Span {
+    int low, high, all_from, all_to;
+  };
+
+  __device__ __forceinline__ void finish_scores(Scores& s, int position, const Span& span) const {
+    if constexpr (kExtras) this->cap_scores(s);
+    if (position < span.all_from || position + kKeys > span.all_to || (kExtras && p.mask)) {
+      this->mask_scores(s, position, span.high);
+    }
+  }
+  __device__ __forceinline__ void hold_queries() {
+    if constexpr (kHoldQueries) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) this->load_queries(step, step);
+    }
+  }
+
+  /// One tile of keys and one of values in shared memory.
+  __device__ __forceinline__ void walk(const Span& span, float scale_log2) {
+    int position = span.low / kKeys * kKeys;
+    int* now = slots;
+    int* next = slots + kKeys;
+    const int first_slot = this->find_slot(position, span.low, span.high);
+    if (thread < kKeys) now[thread] = first_slot;
+    if constexpr (KV::kNarrow) this->store_scales(now, this->find_scales(first_slot));
+    __syncthreads();
+    copy_keys(now, k_tile);
+    commit_copies();
+#pragma unroll 1
+    for (; position < span.high; position += kKeys) {
+      wait_copies();
+      if constexpr (KV::kNarrow) this->widen(0, k_tile);
+      __syncthreads();  // K has landed, and V of the tile before has been read
+      if (kHoldQueries && position < span.low + kKeys) hold_queries();
+      copy_values(now, v_tile);
+      commit_copies();
+      const bool has_next = position + kKeys < span.high;
+      const int next_slot = has_next ? this->find_slot(position + kKeys, span.low, span.high) : -1;
+      Scores s;
+      this->multiply(s, k_tile);
+      float2 next_scales = {};
+      if constexpr (KV::kNarrow) {
+        next_scales = this->find_scales(next_slot);
+        this->template apply_scales<false>(s, this->scales_of(now));
+      }
+      finish_scores(s, position, span);
+      this->raise_maxima(s, scale_log2);
+      this->soften(s, scale_log2);
+      Weights weights;
+      this->pack_weights(s, weights);
+      if (KV::kNarrow) this->add_weights(weights);
+      if (thread < kKeys) next[thread] = next_slot;
+      if constexpr (KV::kNarrow) {
+        this->store_scales(next, next_scales);
+        this->template apply_scales<true>(s, this->scales_of(now) + kKeys);
+        this->pack_weights(s, weights);
+      }
+      wait_copies();
+      if constexpr (KV::kNarrow) this->widen(1, v_tile);
+      __syncthreads();  // V has landed, K has been read, and the next slots are there
+      if (has_next) copy_keys(next, k_tile);
+      commit_copies();
+      int* const other = now;
+      now = next;
+      next = other;
+      if (!KV::kNarrow) this->add_weights(weights);
+      this->accumulate(weights, v_tile);
+    }
+  }
+
+  /// Two tiles of each: the next ones are on their way during the whole of this one. With kAhead keys are one tile further.
+  __device__ __forceinline__ void walk_in_stages(const Span& span, float scale_log2) {
+    constexpr int kLead = kAhead ? 2 : 1;  // tiles from the one in work to the keys that are fetched meanwhile
+    int position = span.low / kKeys * kKeys;
+    int* now = slots;
+    int* next = slots + kKeys;
+    int* behind = slots + 2 * kKeys;
+    const int first_slot = this->find_slot(position, span.low, span.high);
+    const int second_slot = this->find_slot(position + kKeys, span.low, span.high);
+    int later_slot = this->find_slot(position + 2 * kKeys, span.low, span.high);
+    if (thread < kKeys) {
+      now[thread] = first_slot;
+      next[thread] = second_slot;
+    }
+    __syncthreads();
+    copy_keys(now, k_tile);
+    copy_values(now, v_tile);
+    commit_copies();
+    int stage = 0;
+    Scores s;
+    if constexpr (kAhead) {
+      wait_copies();
+      __syncthreads();
+      hold_queries();
+      copy_keys(next, k_tile + kTileBytes);
+      commit_copies();
+      this->multiply(s, k_tile);
+    }
+#pragma unroll 1
+    for (; position < span.high; position += kKeys) {
+      if (thread < kKeys) behind[thread] = later_slot;
+      later_slot = this->find_slot(position + 3 * kKeys, span.low, span.high);
+      wait_copies();
+      __syncthreads();  // what was fetched last has landed, and the tiles of the step before have been read
+      const uint32_t own = stage * kTileBytes;
+      const uint32_t other = kTileBytes - own;
+      if (!kAhead && kHoldQueries && position < span.low + kKeys) hold_queries();
+      if (position + kLead * kKeys < span.high) {
+        copy_keys(kAhead ? behind : next, k_tile + (kAhead ? own : other));
+      }
+      if (position + kKeys < span.high) copy_values(next, v_tile + other);
+      commit_copies();
+      Weights weights;
+      if constexpr (kAhead) {
+        finish_scores(s, position, span);
+        this->raise_maxima(s, scale_log2);
+        Scores coming;  // behind the last tile nobody asks for them
+        this->multiply(coming, k_tile + other);
+        this->soften(s, scale_log2);
+        this->pack_weights(s, weights);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int i = 0; i < kKeys / 2; ++i) s[m][i / 4][i % 4] = coming[m][i / 4][i % 4];
+        }
+      } else {
+        this->multiply(s, k_tile + own);
+        finish_scores(s, position, span);
+        this->raise_maxima(s, scale_log2);
+        this->soften(s, scale_log2);
+        this->pack_weights(s, weights);
+      }
+      this->add_weights(weights);
+      this->accumulate(weights, v_tile + own);
+      int* const free = now;
+      now = next;
+      next = behind;
+      behind = free;
+      stage ^= 1;
     }
   }
 
@@ -91,67 +235,13 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
       }
     }
     const int last_position = min(first_position + kQueries, seq_len) - 1;
-    const int low = p.window ? max(0, first_position + 1 - p.window) : 0;
-    const int high = last_position + 1;
-    // Between these two every row of the tile sees every key.
-    const int all_from = p.window ? max(0, last_position + 1 - p.window) : 0;
-    const int all_to = first_position + 1;
-    const float scale_log2 = p.scale * kLog2e;
-
-    int position = low / kKeys * kKeys;
-    int* now = slots;
-    int* next = slots + kKeys;
+    const Span span = {p.window ? max(0, first_position + 1 - p.window) : 0, last_position + 1,
+                       p.window ? max(0, last_position + 1 - p.window) : 0, first_position + 1};
     this->copy_queries();
-    const int first_slot = this->find_slot(position, low, high);
-    if (thread < kKeys) now[thread] = first_slot;
-    if constexpr (KV::kNarrow) this->store_scales(now, this->find_scales(first_slot));
-    __syncthreads();
-    copy_keys(now);
-    commit_copies();
-#pragma unroll 1
-    for (; position < high; position += kKeys) {
-      wait_copies();
-      if constexpr (KV::kNarrow) this->widen(0, k_tile);
-      __syncthreads();  // K has landed, and V of the tile before has been read
-      if constexpr (kHoldQueries) {
-        if (position < low + kKeys) {
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step) this->load_queries(step, step);
-        }
-      }
-      copy_values(now);
-      commit_copies();
-      const bool has_next = position + kKeys < high;
-      const int next_slot = has_next ? this->find_slot(position + kKeys, low, high) : -1;
-      Scores s;
-      this->multiply(s);
-      float2 next_scales = {};
-      if constexpr (KV::kNarrow) {
-        next_scales = this->find_scales(next_slot);
-        this->template apply_scales<false>(s, this->scales_of(now));
-      }
-      if constexpr (kExtras) this->cap_scores(s);
-      if (position < all_from || position + kKeys > all_to || (kExtras && p.mask)) this->mask_scores(s, position, high);
-      this->soften(s, scale_log2);
-      Weights weights;
-      this->pack_weights(s, weights);
-      if (KV::kNarrow) this->add_weights(weights);
-      if (thread < kKeys) next[thread] = next_slot;
-      if constexpr (KV::kNarrow) {
-        this->store_scales(next, next_scales);
-        this->template apply_scales<true>(s, this->scales_of(now) + kKeys);
-        this->pack_weights(s, weights);
-      }
-      wait_copies();
-      if constexpr (KV::kNarrow) this->widen(1, v_tile);
-      __syncthreads();  // V has landed, K has been read, and the next slots are there
-      if (has_next) copy_keys(next);
-      commit_copies();
-      int* const other = now;
-      now = next;
-      next = other;
-      if (!KV::kNarrow) this->add_weights(weights);
-      this->accumulate(weights);
+    if constexpr (kStages == 1) {
+      walk(span, p.scale * kLog2e);
+    } else {
+      walk_in_stages(span, p.scale * kLog2e);
     }
     wait_copies();
     store();

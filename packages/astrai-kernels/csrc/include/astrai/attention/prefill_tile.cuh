@@ -2,31 +2,20 @@
 #pragma once
 
 #include "astrai/attention/decode_shape.cuh"
-#include "astrai/attention/mma.cuh"
 #include "astrai/attention/params.h"
+#include "astrai/attention/prefill_shape.cuh"
+#include "astrai/attention/tile_copies.cuh"
 #include "astrai/common/types.cuh"
 
 namespace astrai {
 
-constexpr int kPrefillWarps = 4;
-constexpr int kPrefillThreads = 32 * kPrefillWarps;
-
-/// Tiles of query rows and keys, chosen so that no register spills at two thread blocks a multiprocessor.
-struct PrefillShape {
-  int queries, keys;
-};
-__host__ __device__ constexpr PrefillShape prefill_shape(int head_dim) {
-  if (head_dim <= 80) return {128, 64};
-  if (head_dim <= 128) return {128, 32};
-  return {64, 32};
-}
-
 template <typename T, typename KV, int kDim, bool kExtras>
 struct PrefillTile {
-  static constexpr int kQueries = prefill_shape(kDim).queries;
-  // Where neither extras nor an e4m3 cache want registers, head_dim 128 has some for half as many keys again.
-  static constexpr bool kLean = kDim > 96 && kDim <= 128 && !kExtras && KV::kPaged && !KV::kNarrow;
-  static constexpr int kKeys = kLean ? 48 : prefill_shape(kDim).keys;
+  static constexpr PrefillShape kShape = prefill_shape(kDim, !kExtras && KV::kPaged && !KV::kNarrow);
+  static constexpr int kQueries = kShape.queries;
+  static constexpr int kKeys = kShape.keys;
+  static constexpr int kStages = KV::kNarrow ? 1 : kShape.stages;
+  static constexpr bool kAhead = kStages == 2 && kShape.ahead;
   static constexpr int kRowTiles = kQueries / (16 * kPrefillWarps);  // m16 tiles of a warp
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kValueTiles = kDim / 8;
@@ -35,15 +24,16 @@ struct PrefillTile {
   static constexpr int kUnits = kDim / 8;        // 16-byte units of a row
   static constexpr int kCopies = kKeys * kUnits / kPrefillThreads;  // of a thread for one tile of keys
   // Tiles of 16-bit elements, slots; then, for an e4m3 cache, scales and what cp.async brings before it is widened.
-  static constexpr int kSlotsAt = (kQueries + 2 * kKeys) * kStride * 2;
-  static constexpr int kScalesAt = kSlotsAt + 2 * kKeys * 4;
+  static constexpr int kTileBytes = kKeys * kStride * 2;
+  static constexpr int kSlotsAt = kQueries * kStride * 2 + 2 * kStages * kTileBytes;
+  static constexpr int kScalesAt = kSlotsAt + (kStages + 1) * kKeys * 4;
   static constexpr int kNarrowAt = kScalesAt + 4 * kKeys * 4;
   static constexpr int kSharedBytes = KV::kNarrow ? kNarrowAt + 2 * kKeys * kDim : kScalesAt;
   static_assert(kKeys * kUnits % kPrefillThreads == 0 && kQueries * kUnits % kPrefillThreads == 0, "whole copies");
 
   const AttentionParams& p;
-  uint32_t q_tile, k_tile, v_tile;  // shared-memory addresses
-  int* slots;                       // [2][kKeys] in shared memory: where the keys of this tile and the next one lie
+  uint32_t q_tile, k_tile, v_tile;  // shared-memory addresses; with two stages, of the first
+  int* slots;                       // [kStages + 1][kKeys] in shared memory: where the keys of this and the next tiles lie
   float* scales;                    // [2][2][kKeys]: of the keys and the values there
   unsigned char* narrow;            // [2][kKeys][kDim]: a tile of e4m3 keys and one of values
   int warp, lane, thread;
@@ -59,7 +49,7 @@ struct PrefillTile {
 
   __device__ __forceinline__ PrefillTile(const AttentionParams& params, unsigned char* memory)
       : p(params), q_tile(static_cast<uint32_t>(__cvta_generic_to_shared(memory))),
-        k_tile(q_tile + kQueries * kStride * 2), v_tile(k_tile + kKeys * kStride * 2),
+        k_tile(q_tile + kQueries * kStride * 2), v_tile(k_tile + kStages * kTileBytes),
         slots(reinterpret_cast<int*>(memory + kSlotsAt)), scales(reinterpret_cast<float*>(memory + kScalesAt)),
         narrow(memory + kNarrowAt),
         warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0)),
@@ -222,7 +212,7 @@ struct PrefillTile {
     for (int m = 0; m < kRowTiles; ++m) load_matrices(queries[index][m], source + (m * 16 * kStride + step * 16) * 2);
   }
 
-  __device__ __forceinline__ void multiply(Scores& s) {
+  __device__ __forceinline__ void multiply(Scores& s, uint32_t keys) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -231,7 +221,7 @@ struct PrefillTile {
         for (int i = 0; i < 4; ++i) s[m][n][i] = 0.0f;
       }
     }
-    const uint32_t k_source = k_tile + ((lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8) * 2;
+    const uint32_t k_source = keys + ((lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8) * 2;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if constexpr (!kHoldQueries) load_queries(0, step);
@@ -292,9 +282,9 @@ struct PrefillTile {
     }
   }
 
-  /// One step of the online softmax: scores become weights. Maxima are kept as whole numbers in the log2 domain, so they
+  /// One step of the online softmax: first raise the maxima where a score exceeds them, then scores become weights. Maxima are kept as whole numbers in the log2 domain, so they
   /// rise rarely and rescaling is exact.
-  __device__ __forceinline__ void soften(Scores& s, float scale_log2) {
+  __device__ __forceinline__ void raise_maxima(const Scores& s, float scale_log2) {
     float top[kRowTiles][2];
     bool rises = false;
 #pragma unroll
@@ -309,6 +299,8 @@ struct PrefillTile {
       }
     }
     if (__any_sync(0xffffffffu, rises)) raise(top);
+  }
+  __device__ __forceinline__ void soften(Scores& s, float scale_log2) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -377,8 +369,8 @@ struct PrefillTile {
     }
   }
 
-  __device__ __forceinline__ void accumulate(const Weights& weights) {
-    const uint32_t v_source = v_tile + (lane % 16 * kStride + lane / 16 * 8) * 2;
+  __device__ __forceinline__ void accumulate(const Weights& weights, uint32_t values) {
+    const uint32_t v_source = values + (lane % 16 * kStride + lane / 16 * 8) * 2;
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
 #pragma unroll

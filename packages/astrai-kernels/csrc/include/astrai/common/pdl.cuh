@@ -11,7 +11,8 @@ namespace astrai {
 ///
 /// What may be read before it: weights, which no kernel writes, and whatever was written before the last kernel that
 /// does not release early. Such a kernel has waited by the time that it releases, so all before it have ended; one that
-/// releases early says nothing of the kernels before it, and all of them in a row may run at once.
+/// releases early says nothing of the kernels before it, and all of them in a row may run at once. A kernel of cuBLAS counts
+/// as one that does: it may. Arguments named `overlap` are the caller's word that operands are so old.
 __device__ __forceinline__ void pdl_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -100,15 +100,24 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_kernel(const QkvParams params
     if (params.k_norm) k_weight = load_octet<kAligned, true>(static_cast<const T*>(params.k_norm) + begin, count);
   }
 
+  // What the step's inputs say of the token, which may be read while the projection still runs.
+  const bool turns = rotates && has_token && begin < params.rotary_dim;
+  int64_t slot = -1;
+  OctetAngles angles = {};
+  const auto load_place = [&] {
+    if (has_token) slot = load_index(params.out_cache_loc, token * params.loc_stride, params.locs_are_64_bit);
+    if (turns) {
+      const int64_t position =
+          load_index(params.position_ids, token * params.position_stride, params.positions_are_64_bit);
+      angles = load_angles<kAligned>(params, position, begin);
+    }
+  };
+  // With many tokens the loads of others hide these, and the registers are needed for the heads.
+  const bool early = kHeads == 1 && params.overlap;
+  if (early) load_place();
+
   pdl_wait();
   pdl_release();
-
-  int64_t position = 0;
-  int64_t slot = -1;
-  if (has_token) {
-    if (rotates) position = load_index(params.position_ids, token * params.position_stride, params.positions_are_64_bit);
-    slot = load_index(params.out_cache_loc, token * params.loc_stride, params.locs_are_64_bit);
-  }
 
   Octet<T> value[kHeads] = {};
 #pragma unroll
@@ -120,9 +129,7 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_kernel(const QkvParams params
     }
   }
 
-  const bool turns = rotates && has_token && begin < params.rotary_dim;
-  OctetAngles angles = {};
-  if (turns) angles = load_angles<kAligned>(params, position, begin);
+  if (!early) load_place();  // behind the heads, whose loads need not wait for these
 
 #pragma unroll
   for (int j = 0; j < kHeads; ++j) {

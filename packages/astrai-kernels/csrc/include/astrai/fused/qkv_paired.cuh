@@ -50,6 +50,28 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_paired_kernel(const QkvParams
     }
   }
 
+  const bool rotates = params.cos != nullptr;
+  int64_t slot = -1;
+  float cos[kOctet] = {};
+  float sin[kOctet] = {};
+  const auto load_place = [&] {
+    if (!has_token) return;
+    slot = load_index(params.out_cache_loc, token * params.loc_stride, params.locs_are_64_bit);
+    if (!rotates) return;
+    const int64_t position =
+        load_index(params.position_ids, token * params.position_stride, params.positions_are_64_bit);
+    if (position >= 0 && position < params.max_pos) {
+      unpack(load_octet<true, true>(params.cos + position * params.cos_stride + begin, kOctet), cos);
+      unpack(load_octet<true, true>(params.sin + position * params.sin_stride + begin, kOctet), sin);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kOctet; ++i) cos[i] = sin[i] = __uint_as_float(kNotANumber);
+    }
+  };
+  // With many tokens the loads of others hide these, and the registers are needed for the heads.
+  const bool early = kHeads == 1 && params.overlap;
+  if (early) load_place();
+
   pdl_wait();
   pdl_release();
 
@@ -64,25 +86,7 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_paired_kernel(const QkvParams
     }
   }
 
-  // Behind the heads, whose loads need not wait for these.
-  const bool rotates = params.cos != nullptr;
-  int64_t slot = -1;
-  float cos[kOctet] = {};
-  float sin[kOctet] = {};
-  if (has_token) {
-    if (rotates) {
-      const int64_t position =
-          load_index(params.position_ids, token * params.position_stride, params.positions_are_64_bit);
-      if (position >= 0 && position < params.max_pos) {
-        unpack(load_octet<true, true>(params.cos + position * params.cos_stride + begin, kOctet), cos);
-        unpack(load_octet<true, true>(params.sin + position * params.sin_stride + begin, kOctet), sin);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kOctet; ++i) cos[i] = sin[i] = __uint_as_float(kNotANumber);
-      }
-    }
-    slot = load_index(params.out_cache_loc, token * params.loc_stride, params.locs_are_64_bit);
-  }
+  if (!early) load_place();  // behind the heads, whose loads need not wait for these
   const bool has_slot = slot >= 0 && slot < params.pool_size;
   T* q_target = static_cast<T*>(params.q) + token * params.q_token_stride + begin;
 

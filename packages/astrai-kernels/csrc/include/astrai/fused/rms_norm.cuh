@@ -48,8 +48,9 @@ __host__ __device__ constexpr int rms_norm_blocks(int team, int octets, int elem
 /// kTeam: 8, 16 or 32 neighbouring lanes of a warp, several rows a block; 0: the whole block takes one row.
 /// kOctets: octets of the row that each thread keeps in registers; 0: any number, read twice (kTeam 0 only).
 /// kAligned: every row of every tensor starts at a 16-byte boundary and hidden is a multiple of 8.
+/// overlap: the residual may be read before pdl_wait(); see there.
 template <typename T, int kTeam, int kOctets, bool kAdd, bool kAligned>
-__global__ void __launch_bounds__(rms_norm_threads(kTeam, kOctets), rms_norm_blocks(kTeam, kOctets, sizeof(T))) rms_norm_kernel(const RmsNormParams params) {
+__global__ void __launch_bounds__(rms_norm_threads(kTeam, kOctets), rms_norm_blocks(kTeam, kOctets, sizeof(T))) rms_norm_kernel(const RmsNormParams params, const bool overlap) {
   static_assert(kTeam == 0 || kOctets == 1, "a team within a warp holds one octet per thread");
   __shared__ float scratch[2][32];
   // Where registers do not hold a long row, its successor and the weight, the weight lies in shared memory: read anew for
@@ -87,11 +88,25 @@ __global__ void __launch_bounds__(rms_norm_threads(kTeam, kOctets), rms_norm_blo
     }
   }
 
+  const int64_t step = static_cast<int64_t>(gridDim.x) * rows_per_block;
+  // The residual of the block's first row, where it may be read already; the others follow row by row.
+  constexpr bool kEarly = kAdd && kOctets > 0;
+  Octet<T> residual[kEarly ? kOctets : 1];
+  bool has_residual = false;
+  if constexpr (kEarly) {
+    if (overlap) {
+      const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + row_in_block;
+      const int64_t outer = params.inner == 1 ? row : row / params.inner;
+      const int64_t inner = params.inner == 1 ? 0 : row - outer * params.inner;
+      load_row<kAligned>(residual, row_source<T>(params.residual, outer, inner), team, rank, row < params.rows ? params.hidden : 0);
+      has_residual = true;
+    }
+  }
+
   pdl_wait();
   pdl_release();
 
   int parity = 0;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * rows_per_block;
   Octet<T> next[kPrefetch ? kOctets : 1] = {};
   if constexpr (kPrefetch) {
     const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + row_in_block;
@@ -126,14 +141,12 @@ __global__ void __launch_bounds__(rms_norm_threads(kTeam, kOctets), rms_norm_blo
         load_row<kAligned>(value, x, team, rank, hidden);
       }
       if constexpr (kAdd) {
-        const T* residual = row_source<T>(params.residual, outer, inner);
+        if (!has_residual) load_row<kAligned>(residual, row_source<T>(params.residual, outer, inner), team, rank, hidden);
+        has_residual = false;
         T* residual_out = row_target<T>(params.residual_out, outer, inner);
 #pragma unroll
         for (int j = 0; j < kOctets; ++j) {
-          const int begin = (j * team + rank) * kOctet;
-          if (begin < hidden) {
-            value[j] = add(value[j], load_octet<kAligned, false>(residual + begin, hidden - begin));
-          }
+          if ((j * team + rank) * kOctet < hidden) value[j] = add(value[j], residual[j]);
         }
 #pragma unroll
         for (int j = 0; j < kOctets; ++j) {
@@ -170,11 +183,11 @@ __global__ void __launch_bounds__(rms_norm_threads(kTeam, kOctets), rms_norm_blo
     } else {
       const T* source = x;
       if constexpr (kAdd) {
-        const T* residual = row_source<T>(params.residual, outer, inner);
+        const T* other = row_source<T>(params.residual, outer, inner);
         T* residual_out = row_target<T>(params.residual_out, outer, inner);
         for (int begin = rank * kOctet; begin < hidden; begin += team * kOctet) {
           const Octet<T> value = add(load_octet<kAligned, false>(x + begin, hidden - begin),
-                                     load_octet<kAligned, false>(residual + begin, hidden - begin));
+                                     load_octet<kAligned, false>(other + begin, hidden - begin));
           store_octet<kAligned>(residual_out + begin, value, hidden - begin);
           total = sum_of_squares(value, total);
         }
@@ -220,7 +233,7 @@ bool rows_are_aligned(const RowView<Pointer>& view, const RmsNormParams& params,
 }
 
 template <typename T, int kTeam, int kOctets, bool kAdd, bool kAligned>
-cudaError_t launch_rms_norm_instance(const RmsNormParams& params, int threads, cudaStream_t stream) {
+cudaError_t launch_rms_norm_instance(const RmsNormParams& params, bool overlap, int threads, cudaStream_t stream) {
   int multiprocessors = 0;
   const cudaError_t status = multiprocessor_count(&multiprocessors);
   if (status != cudaSuccess) return status;
@@ -232,11 +245,11 @@ cudaError_t launch_rms_norm_instance(const RmsNormParams& params, int threads, c
                            rms_norm_threads(kTeam, kOctets) / threads;
   const dim3 grid(static_cast<unsigned int>(wanted < resident ? wanted : resident));
   return launch(rms_norm_kernel<T, kTeam, kOctets, kAdd, kAligned>, grid, dim3(static_cast<unsigned int>(threads)),
-                0, stream, params);
+                0, stream, params, overlap);
 }
 
 template <typename T, bool kAdd>
-cudaError_t launch_rms_norm(const RmsNormParams& params, cudaStream_t stream) {
+cudaError_t launch_rms_norm(const RmsNormParams& params, bool overlap, cudaStream_t stream) {
   const bool aligned = params.hidden % kOctet == 0 && is_aligned(params.weight, 16) &&
                        rows_are_aligned(params.x, params, sizeof(T)) &&
                        rows_are_aligned(params.out, params, sizeof(T)) &&
@@ -257,7 +270,7 @@ cudaError_t launch_rms_norm(const RmsNormParams& params, cudaStream_t stream) {
   const int octets = shape.team == 0 && !aligned ? 0 : shape.octets;
 #define ASTRAI_CASE(T_, TEAM, OCTETS, ADD, ALIGNED)                                                       \
   if (shape.team == TEAM && octets == OCTETS && aligned == ALIGNED) {                                    \
-    return launch_rms_norm_instance<T_, TEAM, OCTETS, ADD, ALIGNED>(params, shape.threads, stream);      \
+    return launch_rms_norm_instance<T_, TEAM, OCTETS, ADD, ALIGNED>(params, overlap, shape.threads, stream);  \
   }
   ASTRAI_RMS_NORM_CASES(ASTRAI_CASE, T, kAdd)
 #undef ASTRAI_CASE
@@ -265,17 +278,20 @@ cudaError_t launch_rms_norm(const RmsNormParams& params, cudaStream_t stream) {
 }
 
 /// Launch on `stream` of the current device. `params` must be valid (bindings/fused.cu checks them); rows may be 0.
-inline cudaError_t rms_norm(const RmsNormParams& params, DType dtype, bool with_add, cudaStream_t stream) {
+/// overlap: as in the kernel; many rows do without.
+inline cudaError_t rms_norm(const RmsNormParams& params, DType dtype, bool with_add, cudaStream_t stream,
+                            bool overlap = false) {
   if (params.rows == 0) return cudaSuccess;
   switch (dtype) {
     case DType::kFloat32:
-      return with_add ? launch_rms_norm<float, true>(params, stream) : launch_rms_norm<float, false>(params, stream);
+      return with_add ? launch_rms_norm<float, true>(params, overlap, stream)
+                      : launch_rms_norm<float, false>(params, false, stream);
     case DType::kFloat16:
-      return with_add ? launch_rms_norm<float16, true>(params, stream)
-                      : launch_rms_norm<float16, false>(params, stream);
+      return with_add ? launch_rms_norm<float16, true>(params, overlap, stream)
+                      : launch_rms_norm<float16, false>(params, false, stream);
     case DType::kBFloat16:
-      return with_add ? launch_rms_norm<bfloat16, true>(params, stream)
-                      : launch_rms_norm<bfloat16, false>(params, stream);
+      return with_add ? launch_rms_norm<bfloat16, true>(params, overlap, stream)
+                      : launch_rms_norm<bfloat16, false>(params, false, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -1,6 +1,6 @@
-// Warpgroup products (compute capability 9.0a; PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 64 weight
-// rows by 64 or 128 rows of x, both from shared memory as fragments.cuh lays them out, which is the K-major layout with
-// 128-byte swizzle. A warp's sums lie as those of mma.m16n8k16 do.
+// Warpgroup products (compute capability 9.0a; PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 64 rows of
+// one operand by 64 to 256 of the other, both from shared memory as fragments.cuh lays them out, which is the K-major
+// layout with 128-byte swizzle. A warp's sums lie as those of mma.m16n8k16 do.
 #pragma once
 
 #include "astrai/common/types.cuh"
@@ -37,67 +37,63 @@ __device__ __forceinline__ void wgmma_wait(float (&sum)[kCount][4]) {
   for (int i = 0; i < kCount * 4; ++i) asm volatile("" : "+f"(sum[i / 4][i % 4])::"memory");
 }
 
-#define ASTRAI_WGMMA_64(TYPE)                                                                                         \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {"                                       \
-               "%0, %1, %2, %3, %4, %5, %6, %7, "                                                                     \
-               "%8, %9, %10, %11, %12, %13, %14, %15, "                                                               \
-               "%16, %17, %18, %19, %20, %21, %22, %23, "                                                             \
-               "%24, %25, %26, %27, %28, %29, %30, %31"                                                               \
-               "}, %32, %33, 1, 1, 1, 0, 0;"                                                                          \
-               : "+f"(sum[0][0]), "+f"(sum[0][1]), "+f"(sum[0][2]), "+f"(sum[0][3]),                                  \
-                 "+f"(sum[1][0]), "+f"(sum[1][1]), "+f"(sum[1][2]), "+f"(sum[1][3]),                                  \
-                 "+f"(sum[2][0]), "+f"(sum[2][1]), "+f"(sum[2][2]), "+f"(sum[2][3]),                                  \
-                 "+f"(sum[3][0]), "+f"(sum[3][1]), "+f"(sum[3][2]), "+f"(sum[3][3]),                                  \
-                 "+f"(sum[4][0]), "+f"(sum[4][1]), "+f"(sum[4][2]), "+f"(sum[4][3]),                                  \
-                 "+f"(sum[5][0]), "+f"(sum[5][1]), "+f"(sum[5][2]), "+f"(sum[5][3]),                                  \
-                 "+f"(sum[6][0]), "+f"(sum[6][1]), "+f"(sum[6][2]), "+f"(sum[6][3]),                                  \
-                 "+f"(sum[7][0]), "+f"(sum[7][1]), "+f"(sum[7][2]), "+f"(sum[7][3])                                   \
-               : "l"(weights), "l"(rows))
+// Sums 16i .. 16i+15 of a thread as placeholders, and 4i .. 4i+3 of its tiles as operands.
+#define ASTRAI_SUMS_0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define ASTRAI_SUMS_1 ASTRAI_SUMS_0 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define ASTRAI_SUMS_2 ASTRAI_SUMS_1 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define ASTRAI_SUMS_3 ASTRAI_SUMS_2 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define ASTRAI_SUMS_4 ASTRAI_SUMS_3 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define ASTRAI_SUMS_5 ASTRAI_SUMS_4 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define ASTRAI_SUMS_6 ASTRAI_SUMS_5 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define ASTRAI_SUMS_7 ASTRAI_SUMS_6 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define ASTRAI_TILE(i) "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])
+#define ASTRAI_TILES_0 ASTRAI_TILE(0), ASTRAI_TILE(1), ASTRAI_TILE(2), ASTRAI_TILE(3)
+#define ASTRAI_TILES_1 ASTRAI_TILES_0, ASTRAI_TILE(4), ASTRAI_TILE(5), ASTRAI_TILE(6), ASTRAI_TILE(7)
+#define ASTRAI_TILES_2 ASTRAI_TILES_1, ASTRAI_TILE(8), ASTRAI_TILE(9), ASTRAI_TILE(10), ASTRAI_TILE(11)
+#define ASTRAI_TILES_3 ASTRAI_TILES_2, ASTRAI_TILE(12), ASTRAI_TILE(13), ASTRAI_TILE(14), ASTRAI_TILE(15)
+#define ASTRAI_TILES_4 ASTRAI_TILES_3, ASTRAI_TILE(16), ASTRAI_TILE(17), ASTRAI_TILE(18), ASTRAI_TILE(19)
+#define ASTRAI_TILES_5 ASTRAI_TILES_4, ASTRAI_TILE(20), ASTRAI_TILE(21), ASTRAI_TILE(22), ASTRAI_TILE(23)
+#define ASTRAI_TILES_6 ASTRAI_TILES_5, ASTRAI_TILE(24), ASTRAI_TILE(25), ASTRAI_TILE(26), ASTRAI_TILE(27)
+#define ASTRAI_TILES_7 ASTRAI_TILES_6, ASTRAI_TILE(28), ASTRAI_TILE(29), ASTRAI_TILE(30), ASTRAI_TILE(31)
 
-__device__ __forceinline__ void wgmma(float (&sum)[8][4], uint64_t weights, uint64_t rows, bfloat16) {
-  ASTRAI_WGMMA_64("bf16");
-}
-__device__ __forceinline__ void wgmma(float (&sum)[8][4], uint64_t weights, uint64_t rows, float16) {
-  ASTRAI_WGMMA_64("f16");
-}
-#undef ASTRAI_WGMMA_64
+/// Add the products of 64 rows of `left` and COLUMNS rows of `right` over 16 k; LAST is COLUMNS / 32 - 1, and LEFT and
+/// RIGHT number the operands behind the COLUMNS / 2 sums.
+#define ASTRAI_WGMMA(T, TYPE, COLUMNS, LAST, LEFT, RIGHT)                                                       \
+  __device__ __forceinline__ void wgmma(float (&sum)[COLUMNS / 8][4], uint64_t left, uint64_t right, T) {       \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" ASTRAI_SUMS_##LAST  \
+                 "}, %" #LEFT ", %" #RIGHT ", 1, 1, 1, 0, 0;"                                                   \
+                 : ASTRAI_TILES_##LAST                                                                          \
+                 : "l"(left), "l"(right));                                                                      \
+  }
+#define ASTRAI_WGMMA_TYPES(COLUMNS, LAST, LEFT, RIGHT)             \
+  ASTRAI_WGMMA(bfloat16, "bf16", COLUMNS, LAST, LEFT, RIGHT)       \
+  ASTRAI_WGMMA(float16, "f16", COLUMNS, LAST, LEFT, RIGHT)
 
-#define ASTRAI_WGMMA_128(TYPE)                                                                                        \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {"                                      \
-               "%0, %1, %2, %3, %4, %5, %6, %7, "                                                                     \
-               "%8, %9, %10, %11, %12, %13, %14, %15, "                                                               \
-               "%16, %17, %18, %19, %20, %21, %22, %23, "                                                             \
-               "%24, %25, %26, %27, %28, %29, %30, %31, "                                                             \
-               "%32, %33, %34, %35, %36, %37, %38, %39, "                                                             \
-               "%40, %41, %42, %43, %44, %45, %46, %47, "                                                             \
-               "%48, %49, %50, %51, %52, %53, %54, %55, "                                                             \
-               "%56, %57, %58, %59, %60, %61, %62, %63"                                                               \
-               "}, %64, %65, 1, 1, 1, 0, 0;"                                                                          \
-               : "+f"(sum[0][0]), "+f"(sum[0][1]), "+f"(sum[0][2]), "+f"(sum[0][3]),                                  \
-                 "+f"(sum[1][0]), "+f"(sum[1][1]), "+f"(sum[1][2]), "+f"(sum[1][3]),                                  \
-                 "+f"(sum[2][0]), "+f"(sum[2][1]), "+f"(sum[2][2]), "+f"(sum[2][3]),                                  \
-                 "+f"(sum[3][0]), "+f"(sum[3][1]), "+f"(sum[3][2]), "+f"(sum[3][3]),                                  \
-                 "+f"(sum[4][0]), "+f"(sum[4][1]), "+f"(sum[4][2]), "+f"(sum[4][3]),                                  \
-                 "+f"(sum[5][0]), "+f"(sum[5][1]), "+f"(sum[5][2]), "+f"(sum[5][3]),                                  \
-                 "+f"(sum[6][0]), "+f"(sum[6][1]), "+f"(sum[6][2]), "+f"(sum[6][3]),                                  \
-                 "+f"(sum[7][0]), "+f"(sum[7][1]), "+f"(sum[7][2]), "+f"(sum[7][3]),                                  \
-                 "+f"(sum[8][0]), "+f"(sum[8][1]), "+f"(sum[8][2]), "+f"(sum[8][3]),                                  \
-                 "+f"(sum[9][0]), "+f"(sum[9][1]), "+f"(sum[9][2]), "+f"(sum[9][3]),                                  \
-                 "+f"(sum[10][0]), "+f"(sum[10][1]), "+f"(sum[10][2]), "+f"(sum[10][3]),                              \
-                 "+f"(sum[11][0]), "+f"(sum[11][1]), "+f"(sum[11][2]), "+f"(sum[11][3]),                              \
-                 "+f"(sum[12][0]), "+f"(sum[12][1]), "+f"(sum[12][2]), "+f"(sum[12][3]),                              \
-                 "+f"(sum[13][0]), "+f"(sum[13][1]), "+f"(sum[13][2]), "+f"(sum[13][3]),                              \
-                 "+f"(sum[14][0]), "+f"(sum[14][1]), "+f"(sum[14][2]), "+f"(sum[14][3]),                              \
-                 "+f"(sum[15][0]), "+f"(sum[15][1]), "+f"(sum[15][2]), "+f"(sum[15][3])                               \
-               : "l"(weights), "l"(rows))
+ASTRAI_WGMMA_TYPES(64, 1, 32, 33)
+ASTRAI_WGMMA_TYPES(96, 2, 48, 49)
+ASTRAI_WGMMA_TYPES(128, 3, 64, 65)
+ASTRAI_WGMMA_TYPES(192, 5, 96, 97)
+ASTRAI_WGMMA_TYPES(256, 7, 128, 129)
 
-__device__ __forceinline__ void wgmma(float (&sum)[16][4], uint64_t weights, uint64_t rows, bfloat16) {
-  ASTRAI_WGMMA_128("bf16");
-}
-__device__ __forceinline__ void wgmma(float (&sum)[16][4], uint64_t weights, uint64_t rows, float16) {
-  ASTRAI_WGMMA_128("f16");
-}
-#undef ASTRAI_WGMMA_128
+#undef ASTRAI_WGMMA_TYPES
+#undef ASTRAI_WGMMA
+#undef ASTRAI_TILE
+#undef ASTRAI_TILES_0
+#undef ASTRAI_TILES_1
+#undef ASTRAI_TILES_2
+#undef ASTRAI_TILES_3
+#undef ASTRAI_TILES_4
+#undef ASTRAI_TILES_5
+#undef ASTRAI_TILES_6
+#undef ASTRAI_TILES_7
+#undef ASTRAI_SUMS_0
+#undef ASTRAI_SUMS_1
+#undef ASTRAI_SUMS_2
+#undef ASTRAI_SUMS_3
+#undef ASTRAI_SUMS_4
+#undef ASTRAI_SUMS_5
+#undef ASTRAI_SUMS_6
+#undef ASTRAI_SUMS_7
 
 }  // namespace astrai
 
