@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from astrai_core.errors import DataError
-from astrai_train.data.preprocess import encode, files, part, run, workers
+from astrai_train.data.preprocess import files, part, run, workers
 from astrai_train.data.preprocess.config import PreprocessConfig
 from astrai_train.data.preprocess.part import Job, Summary
 from astrai_train.data.preprocess.workers import WorkerPool
@@ -136,16 +134,3 @@ def test_a_script_needs_no_guard(tmp_path: Path, tokenizer_dir: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, stdin=subprocess.DEVNULL)
     assert (done.stdout, done.stderr) == ("200\n", "")
     assert len(TokenStore(tmp_path / "out")) == 200
-
-
-@given(st.text("aé 🙂\n<|im_end|>", max_size=30), st.data())
-@settings(max_examples=100, deadline=None)
-def test_masks_by_bytes_are_those_by_offsets(byte_tokenizer: Any, text: str, data: st.DataObject) -> None:
-    """Rule 3: the tokens that hold any character of a span, also where a character is several tokens."""
-    start = data.draw(st.integers(0, len(text)))
-    stop = data.draw(st.integers(start, len(text)))
-    encoding = byte_tokenizer.backend.encode(text, add_special_tokens=False)
-    pieces = [byte_tokenizer.token_bytes(i) for i in encoding.ids]
-    (found,) = encode._tokens_by_bytes(pieces, text, [(start, stop)]) or []
-    assert list(found) == list(encode.tokens_of(encoding, start, stop))
-    assert encode._tokens_by_bytes([*pieces, b"x"], text, [(start, stop)]) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import shutil
@@ -201,6 +202,41 @@ def test_a_gradient_that_is_not_finite_stops_the_run(run_recipe: Recipe) -> None
         trainer.train()
     assert all(torch.equal(value, seen[-1][name]) for name, value in weights(trainer).items())
     assert recorder.calls == ["begin", "step 1", "step_1", "step 2", "step_2", "TrainingError"]
+
+
+@pytest.mark.parametrize(("optimizer", "order"), [("adamw", ["step", "read"]), ("muon_adamw", ["read", "step"])])
+def test_the_device_is_read_once_a_step(
+    run_recipe: Recipe, monkeypatch: pytest.MonkeyPatch, optimizer: str, order: list[str]
+) -> None:
+    """Behind the update where the device itself can refuse it, so that it has work while the host reads."""
+    trainer = build(TrainConfig.from_dict(run_recipe({"optimizer": {"name": optimizer, "lr": 1e-2}})))
+    read, step, seen = trainer._read, trainer.context.optimizer.step, []
+    monkeypatch.setattr(trainer, "_read", lambda *given: (seen.append("read"), read(*given))[1])
+    monkeypatch.setattr(trainer.context.optimizer, "step", lambda: (seen.append("step"), step())[1])
+    record = trainer._step(iter(trainer.context.source))
+    assert seen == order
+    assert record.loss is not None and record.grad_norm is not None
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "nora_nadamw"])
+def test_what_is_not_finite_reaches_no_weight(run_recipe: Recipe, optimizer: str) -> None:
+    """Training rule 8, whoever decides."""
+    trainer = build(TrainConfig.from_dict(run_recipe({"optimizer": {"name": optimizer, "lr": 1e-2}})))
+    batches, strategy = iter(trainer.context.source), trainer.context.strategy
+    trainer._step(batches)
+    before = weights(trainer)
+    state = copy.deepcopy(trainer.context.optimizer.state_dict()["state"])
+
+    def poisoned(batch: TrainBatch) -> Any:
+        output = strategy(batch)
+        return type(output)(output.loss_sum * float("inf"), output.n_supervised)
+
+    trainer.context.strategy = poisoned
+    with pytest.raises(TrainingError, match="step 2: the gradient norm is"):
+        trainer._step(batches)
+    assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
+    for index, values in trainer.context.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state[index][key]) for key, value in values.items())
 
 
 def test_the_learning_rate_follows_the_schedule(run_recipe: Recipe) -> None:

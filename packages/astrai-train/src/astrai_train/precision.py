@@ -12,6 +12,7 @@ from astrai_core.errors import ConfigError
 from astrai_core.model.documents import varlen_unavailable
 from astrai_train.compilation import compile_training
 from astrai_train.config import TrainConfig
+from astrai_train.float8 import compute_in_float8
 from astrai_train.recompute import recompute_activations
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ def attention_kernels(config: TrainConfig, device: torch.device) -> list[SDPBack
 
 
 def set_up_kernels(config: TrainConfig, model: CausalLM, strategy: BaseStrategy) -> None:
-    """Choose the attention of packed rows, and set up recomputation and compilation; before the model is sharded.
+    """Choose the attention of packed rows, and set up float8, recomputation and compilation; before the model is sharded.
 
     Raises
     ------
     ConfigError
-        If the attention kernel asked for by name cannot run here, or a module to recompute is not there.
+        If the attention kernel asked for by name or float8 cannot run here, or a module to recompute is not there.
     """
     precision, device = config.precision, model.device
     name = precision.attention
@@ -79,6 +80,8 @@ def set_up_kernels(config: TrainConfig, model: CausalLM, strategy: BaseStrategy)
         model.document_kernel = "varlen"
     elif name != "auto":
         model.document_kernel = "one_by_one"
+    if precision.fp8:
+        compute_in_float8(model)
     recompute_activations(
         model,
         precision.activation_checkpointing,

@@ -22,6 +22,7 @@ KEPT = frozenset(
         "aten.mm.default",
         "aten.addmm.default",
         "aten.bmm.default",
+        "aten._scaled_mm.default",
         "aten._scaled_dot_product_cudnn_attention.default",
         "aten._scaled_dot_product_flash_attention.default",
         "aten._scaled_dot_product_efficient_attention.default",

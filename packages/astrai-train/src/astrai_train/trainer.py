@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from astrai_core.errors import DataError, TrainingError
 from astrai_train import training_state
@@ -24,7 +25,7 @@ from astrai_train.optim.matrix import local
 from astrai_train.precision import attention
 from astrai_train.rng import set_rng_state
 from astrai_train.signals import StopSignals
-from astrai_train.strategy.base import LossOutput, StepLoss, document_lens, merge_losses, step_loss
+from astrai_train.strategy.base import LossOutput, add_terms, document_lens, means, total_loss
 
 logger = logging.getLogger(__name__)
 
@@ -179,54 +180,71 @@ class Trainer:
             outputs.append(output.detach())
             n_tokens += batch.n_tokens
             flops += self._flops.of(document_lens(batch))
-        parts = context.parallel.world.gather((step_loss(outputs), n_tokens, flops))
-        totals = merge_losses([loss for loss, _, _ in parts])
+        mine = add_terms([(output.n_supervised, output.metrics) for output in outputs])
+        parts = context.parallel.world.gather((mine, n_tokens, flops))
+        n_supervised, sums = add_terms([terms for terms, _, _ in parts])
         n_tokens, flops = sum(part[1] for part in parts), sum(part[2] for part in parts)
         context.optimizer.set_lr(context.schedule, counters.step)
-        grad_norm = self._update(totals)
+        loss, grad_norm = self._update(n_supervised, total_loss(outputs))
         counters.step += 1
         counters.tokens += n_tokens
-        counters.supervised_tokens += totals.n_supervised
+        counters.supervised_tokens += n_supervised
         return StepRecord(
             step=counters.step,
-            loss=totals.loss,
+            loss=loss,
             lr=context.optimizer.param_groups[0]["lr"],
             grad_norm=grad_norm,
             grad_snr=self._grad_snr(),
             n_tokens=n_tokens,
             flops=flops,
             seconds=time.perf_counter() - started,
-            metrics=totals.metrics,
+            metrics=means(n_supervised, sums),
         )
 
-    def _update(self, totals: StepLoss) -> float | None:
-        """Divide the gradient by what the step supervised, clip it and move the weights; return its norm."""
-        context = self.context
+    def _update(self, n_supervised: int, loss_sum: Tensor) -> tuple[float | None, float | None]:
+        """Divide the gradient by what the step supervised, clip it and move the weights; return loss and norm.
+
+        The device is read once a step, and where the optimizer can leave the weights alone by itself, only after it has
+        been given its update: it would wait for the host meanwhile, and then again until the next forward pass begins.
+        """
+        context, optimizer = self.context, self.context.optimizer
         step = context.counters.step + 1
         try:
-            if totals.n_supervised == 0:
+            if n_supervised == 0:
                 if context.parallel.world.is_first:
                     logger.warning("step %d has no supervised token and is skipped", step)
-                return None
+                return None, None
             grads = [local(p.grad) for p in self._parameters if p.grad is not None]
-            torch._foreach_div_(grads, totals.n_supervised)
-            norm = context.parallel.total_norm(grads)
-            grad_norm = float(norm)
-            if not math.isfinite(grad_norm):
-                raise TrainingError(
-                    f"step {step}: the gradient norm is {grad_norm} (loss {totals.loss}), the weights are those of "
-                    f"step {step - 1}; lower optimizer.lr, or look at the step's data"
-                )
+            norm = context.parallel.total_norm(grads) / n_supervised
+            told = torch.stack([context.parallel.world.add_up(loss_sum) / n_supervised, norm.double()])
             if context.grad_snr is not None:
-                context.grad_snr.update()
+                context.grad_snr.update(n_supervised)
+            # Division and clipping are one pass over the gradients.
+            factor = torch.full_like(norm, 1.0 / n_supervised)
             if context.config.max_grad_norm is not None:
-                torch._foreach_mul_(grads, torch.clamp(context.config.max_grad_norm / (norm + CLIP_EPS), max=1.0))
-            context.optimizer.step()
+                factor *= torch.clamp(context.config.max_grad_norm / (norm + CLIP_EPS), max=1.0)
+            torch._foreach_mul_(grads, factor)
+            if optimizer.can_decide_on_device:
+                optimizer.step_if(norm.isfinite())
+                loss, grad_norm = self._read(told, step)
+            else:
+                loss, grad_norm = self._read(told, step)
+                optimizer.step()
             if context.ema is not None:
                 context.ema.update(step)
-            return grad_norm
+            return loss, grad_norm
         finally:
-            context.optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)
+
+    @staticmethod
+    def _read(told: Tensor, step: int) -> tuple[float, float]:
+        loss, grad_norm = told.tolist()
+        if not math.isfinite(grad_norm):
+            raise TrainingError(
+                f"step {step}: the gradient norm is {grad_norm} (loss {loss}), the weights are those of step {step - 1}; "
+                "lower optimizer.lr, or look at the step's data"
+            )
+        return loss, grad_norm
 
     def _grad_snr(self) -> float | None:
         """Return the gradient's signal over noise at a step that is logged; a collective."""

@@ -45,6 +45,11 @@ class PrecisionConfig(BaseConfig):
     """``bf16_mixed`` computes in bfloat16 over float32 master weights; ``bf16`` keeps the weights in it too; ``fp32``
     is float32 throughout."""
 
+    fp8: bool = False
+    """Multiply in float8 in the decoder blocks' projections, forward and backward, with one scale for each tensor; all
+    else stays in `dtype`. Needs a GPU of compute capability 8.9 (Ada, Hopper) and pays with large matrices, compiled; a
+    CPU computes the same numbers slowly."""
+
     deterministic: bool = False
     """Use deterministic kernels only: bitwise resume on a GPU, at some speed."""
 
@@ -67,6 +72,13 @@ class PrecisionConfig(BaseConfig):
 
     gradient_checkpointing_modules: tuple[ModuleName, ...] = ()
     """Modules to compute again as a whole under ``selective``, by class name or dotted name."""
+
+    @field_validator("fp8")
+    @classmethod
+    def _float8_fits_dtype(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("dtype") == "fp32":
+            raise ValueError("dtype 'fp32' is float32 throughout; choose 'bf16_mixed' or remove it")
+        return value
 
     @field_validator("checkpointing_every")
     @classmethod

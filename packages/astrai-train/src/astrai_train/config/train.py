@@ -235,6 +235,14 @@ class TrainConfig(BaseConfig):
             raise ValueError("keep_best needs evaluations; set eval_interval")
         return checkpoint
 
+    @field_validator("precision")
+    @classmethod
+    def _float8_fits_strategy(cls, precision: PrecisionConfig, info: ValidationInfo) -> PrecisionConfig:
+        strategy = info.data.get("strategy")
+        if precision.fp8 and isinstance(strategy, DPOConfig):
+            raise ValueError("fp8: the policy would differ from its bf16 reference before the first step; remove it")
+        return precision
+
     @field_validator("lora")
     @classmethod
     def _adapter_fits_run(cls, lora: LoRAConfig | None, info: ValidationInfo) -> LoRAConfig | None:
@@ -244,6 +252,9 @@ class TrainConfig(BaseConfig):
         model = info.data.get("model")
         if lora is not None and model and model.pretrained is None:
             raise ValueError("an adapter needs weights to adapt; give model.pretrained or remove lora")
+        precision = info.data.get("precision")
+        if lora is not None and precision and precision.fp8:
+            raise ValueError("precision.fp8: an adapter would learn to mend the rounding of frozen weights; remove one")
         if lora is not None and "lm_head" in lora.target_modules:
             raise ValueError("target_modules: the loss takes lm_head's weight as it is; remove it")
         return lora

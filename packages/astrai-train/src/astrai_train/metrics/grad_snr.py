@@ -46,8 +46,14 @@ class GradSNRTracker:
             self._reset(name, parameter)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take in the gradients of a step; a parameter without gradient keeps its averages."""
+    def update(self, divisor: float = 1.0) -> None:
+        """Take in the gradients of a step; a parameter without gradient keeps its averages.
+
+        Parameters
+        ----------
+        divisor
+            What the gradients have yet to be divided by.
+        """
         present = [(name, parameter) for name, parameter in self._parameters if parameter.grad is not None]
         if not present:
             return
@@ -58,9 +64,10 @@ class GradSNRTracker:
         grads = [local(parameter.grad).float() for _, parameter in present if parameter.grad is not None]
         means = [local(self._means[name]) for name, _ in present]
         squares = [local(self._squares[name]) for name, _ in present]
-        torch._foreach_lerp_(means, grads, 1.0 - self.beta)
+        torch._foreach_mul_(means, self.beta)
+        torch._foreach_add_(means, grads, alpha=(1.0 - self.beta) / divisor)
         torch._foreach_mul_(squares, self.beta)
-        torch._foreach_addcmul_(squares, grads, grads, 1.0 - self.beta)
+        torch._foreach_addcmul_(squares, grads, grads, (1.0 - self.beta) / divisor**2)
 
     @torch.no_grad()
     def sums(self) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
 
 from astrai_core.errors import CheckpointError
 from astrai_train.optim.lr_schedule import LRSchedule
@@ -75,6 +76,27 @@ class CompositeOptimizer(Optimizer):
         for part in self.parts.values():
             part.step()
         return loss
+
+    @property
+    def can_decide_on_device(self) -> bool:
+        """Whether :meth:`step_if` is there for these parts: torch's fused AdamW on whole weights, and no other."""
+        fused = all(isinstance(part, AdamW) and part.defaults["fused"] for part in self.parts.values())
+        return fused and not any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"])
+
+    def step_if(self, good: Tensor) -> None:
+        """Do :meth:`step`, but let weights and state be what they are if `good`, a bool on their device, is False.
+
+        Nothing is read back: the host goes on while the device decides, by the flag of the fused kernels that
+        ``torch.amp.GradScaler`` sets too.
+        """
+        flag = (~good).float()
+        for part in self.parts.values():
+            part.found_inf = flag  # type: ignore[attr-defined]  # looked up by name in torch's step
+        try:
+            self.step()
+        finally:
+            for part in self.parts.values():
+                del part.found_inf  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state, bit for bit.

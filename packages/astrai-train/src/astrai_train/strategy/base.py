@@ -57,15 +57,29 @@ def step_loss(outputs: Sequence[LossOutput]) -> StepLoss:
 
     maths.md section 11: token losses [4] and [1, 1, 1] in two micro-batches give 1.75, not the mean of means 2.5.
     """
-    n_supervised = sum(output.n_supervised for output in outputs)
-    if n_supervised == 0:
+    terms = add_terms([(output.n_supervised, output.metrics) for output in outputs])
+    if terms[0] == 0:
         return StepLoss(None, 0, {})
-    total = float(torch.stack([output.loss_sum for output in outputs]).sum(dtype=torch.float64))
+    return StepLoss(float(total_loss(outputs)) / terms[0], terms[0], means(*terms))
+
+
+def total_loss(outputs: Sequence[LossOutput]) -> Tensor:
+    """Return the sum over micro-batches, float64 without dimensions, on their device."""
+    return torch.stack([output.loss_sum for output in outputs]).sum(dtype=torch.float64)
+
+
+def add_terms(parts: Sequence[tuple[int, Mapping[str, float]]]) -> tuple[int, dict[str, float]]:
+    """Add up (supervised terms, metrics) of micro-batches or ranks."""
     sums: dict[str, float] = {}
-    for output in outputs:
-        for name, value in output.metrics.items():
+    for _, metrics in parts:
+        for name, value in metrics.items():
             sums[name] = sums.get(name, 0.0) + value
-    return StepLoss(total / n_supervised, n_supervised, {name: value / n_supervised for name, value in sums.items()})
+    return sum(count for count, _ in parts), sums
+
+
+def means(n_supervised: int, sums: Mapping[str, float]) -> dict[str, float]:
+    """Divide metrics by what was supervised; none where that is nothing."""
+    return {name: value / n_supervised for name, value in sums.items()} if n_supervised else {}
 
 
 def merge_losses(parts: Sequence[StepLoss]) -> StepLoss:

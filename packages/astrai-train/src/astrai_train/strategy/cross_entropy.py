@@ -82,9 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         table = weight.to(hidden.dtype)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for_hidden = torch.empty_like(hidden) if wants_gradient and ctx.needs_input_grad[0] else None
-        for_weight = None
-        if wants_gradient and ctx.needs_input_grad[1]:
-            for_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for_weight: Tensor | None = None
         # Equal chunks: what is compiled for one size serves them all.
         n_chunks = max(1, -(-hidden.shape[0] // chunk_tokens))
         size = max(1, -(-hidden.shape[0] // n_chunks))
@@ -97,8 +95,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += loss
             if for_hidden is not None:
                 torch.mm(slope, table, out=for_hidden[start:stop])
-            if for_weight is not None:
-                _add_product(for_weight, slope.T, states)
+            if wants_gradient and ctx.needs_input_grad[1]:
+                for_weight = _add_product(for_weight, slope.T, states)
             start = stop
         ctx.save_for_backward(for_hidden, for_weight)
         ctx.weight_dtype = weight.dtype
@@ -110,17 +108,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for_hidden, for_weight = ctx.saved_tensors
         return (
             None if for_hidden is None else for_hidden * factor.to(for_hidden.dtype),
-            None if for_weight is None else (for_weight * factor).to(ctx.weight_dtype),
+            None if for_weight is None else _scaled(for_weight, factor, ctx.weight_dtype),
             *(None,) * 5,
         )
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to a fp32 `total`."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``total + left @ right`` in fp32; `total` is used up, None stands for zeros."""
+    if total is None:
+        return (left @ right).float()
+    return total.addmm_(left, right) if left.dtype == total.dtype else total.add_(left @ right)
+
+
+def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply and round in one pass: a table of 100 M weights is 0.8 GB less to move."""
+    return torch.mul(values, factor, out=torch.empty_like(values, dtype=dtype))
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,7 @@ from typing import Any
 from astrai_core.errors import ChatTemplateError, RequestError
 from astrai_core.tokenizer.tokenizer import Tokenizer
 from astrai_train.data.preprocess.records import BadRow, Conversation
-
-Spans = list[tuple[int, int]]
-"""Supervised characters as (first, behind the last)."""
+from astrai_train.data.preprocess.token_bytes import Spans
 
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 """Characters without a meaning, which stand for a turn's text while it is looked for."""

@@ -13,9 +13,13 @@ from numpy.typing import NDArray
 
 from astrai_core.errors import ChatTemplateError, ConfigError, RequestError
 from astrai_core.tokenizer.tokenizer import Tokenizer
-from astrai_train.data.preprocess.chat_mask import ChatMasker, Spans
+from astrai_train.data.preprocess.chat_mask import ChatMasker
 from astrai_train.data.preprocess.config import PreprocessConfig
 from astrai_train.data.preprocess.records import BadRow, Completion, Conversation, DroppedRow, Pair, Prompt, Sample
+from astrai_train.data.preprocess.token_bytes import Ids, Spans, TokenBytes, id_array
+
+Encoded = tuple[Ids, NDArray[np.uint8]]
+"""Ids and mask."""
 
 Row = dict[str, NDArray[Any]]
 
@@ -54,11 +58,11 @@ class Encoder:
         self._eos = tokenizer.eos_token_id if config.append_eos else None
         self._template = _template(config.chat_template, tokenizer)
         self._variables = config.template_variables
-        self._pieces = _Pieces(tokenizer)
+        self._bytes = TokenBytes(tokenizer)
         # Whether texts are their tokens' bytes is the tokenizer's nature, asked once so that no order of rows decides.
         probe = " A\u00e9 b\n"
-        ids = tokenizer.encode(probe, add_special_tokens=False)
-        self._is_bytewise = b"".join(self._pieces[i] for i in ids) == probe.encode()
+        ids = id_array(tokenizer.encode(probe, add_special_tokens=False))
+        self._is_bytewise = self._bytes.spell(ids).tobytes() == probe.encode()
         self._masker: ChatMasker | None = None
         if config.format in ("messages", "sharegpt", "alpaca"):
             self._masker = self.masker
@@ -79,20 +83,14 @@ class Encoder:
             rows.append(item if isinstance(item, BadRow) else self._row(sample, [next(encoded) for _ in item]))
         return rows
 
-    def _encoded(self, parts: list[_Part]) -> list[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+    def _encoded(self, parts: list[_Part]) -> list[Encoded]:
         """Ids and mask of each part."""
         result: list[Any] = [None] * len(parts)
         for special, masked in ((True, True), (True, False), (False, True), (False, False)):
             mine = [i for i, part in enumerate(parts) if (part.special, part.spans is not None) == (special, masked)]
-            texts = [parts[i].text for i in mine]
-            if masked:
-                for i, pair in zip(mine, self._masked_all([parts[i] for i in mine], texts, special), strict=True):
-                    result[i] = pair
-            else:
-                all_ids = self._tokenizer.encode_batch(texts, add_special_tokens=special)
-                for i, ids in zip(mine, all_ids, strict=True):
-                    ids = self._ended(ids) if parts[i].eos else ids
-                    result[i] = np.array(ids, np.int64), np.ones(len(ids), np.uint8)
+            encode = self._masked if masked else self._unmasked
+            for i, pair in zip(mine, encode([parts[i] for i in mine], special) if mine else [], strict=True):
+                result[i] = pair
         return result
 
     def _prepared(self, sample: Sample) -> list[_Part] | BadRow:
@@ -126,9 +124,7 @@ class Encoder:
             self._masker = ChatMasker(self._tokenizer, self._template, self._variables)
         return self._masker
 
-    def _row(
-        self, sample: Sample, encoded: list[tuple[NDArray[np.int64], NDArray[np.uint8]]]
-    ) -> Row | BadRow | DroppedRow:
+    def _row(self, sample: Sample, encoded: list[Encoded]) -> Row | BadRow | DroppedRow:
         ids, mask = encoded[0]
         if isinstance(sample, str):
             return {"input_ids": ids} if len(ids) else DroppedRow("empty text")
@@ -141,73 +137,48 @@ class Encoder:
             return _split_pair(*encoded)
         return {"input_ids": ids, "mask": mask}
 
-    def _masked_all(
-        self, parts: list[_Part], texts: list[str], special: bool
-    ) -> list[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
-        """Ids and masks. Offsets cost the tokenizer a fifth of its time: they are asked for where bytes do not tell."""
+    def _unmasked(self, parts: list[_Part], special: bool) -> list[Encoded]:
+        """Ids of texts without spans."""
+        encoded = []
+        all_ids = self._tokenizer.encode_batch([part.text for part in parts], add_special_tokens=special)
+        for part, ids in zip(parts, all_ids, strict=True):
+            if part.eos and self._eos is not None and not (ids and ids[-1] == self._eos):
+                ids.append(self._eos)
+            encoded.append((id_array(ids), np.ones(len(ids), np.uint8)))
+        return encoded
+
+    def _masked(self, parts: list[_Part], special: bool) -> list[Encoded]:
+        """Ids and masks of texts with spans; by offsets where bytes do not tell."""
         if not self._is_bytewise:
-            encodings = self._tokenizer.backend.encode_batch(texts, add_special_tokens=special)
-            return [
-                self._masked(part, encoding.ids, _tokens_by_offsets(encoding, part.spans or []))
-                for part, encoding in zip(parts, encodings, strict=True)
-            ]
-        result = []
-        for part, ids in zip(parts, self._tokenizer.encode_batch(texts, add_special_tokens=special), strict=True):
-            tokens = _tokens_by_bytes([self._pieces[i] for i in ids], part.text, part.spans or [])
-            if tokens is None:
-                (encoding,) = self._tokenizer.backend.encode_batch([part.text], add_special_tokens=special)
-                tokens = _tokens_by_offsets(encoding, part.spans or [])
-            result.append(self._masked(part, ids, tokens))
-        return result
+            return self._by_offsets(parts, special)
+        texts = [part.text for part in parts]
+        all_ids = [id_array(ids) for ids in self._tokenizer.encode_batch(texts, add_special_tokens=special)]
+        masks = self._bytes.masks(all_ids, texts, [part.spans or [] for part in parts])
+        unspelt = iter(self._by_offsets([p for p, m in zip(parts, masks, strict=True) if m is None], special))
+        return [
+            next(unspelt) if mask is None else self._ended(part, ids, mask)
+            for part, ids, mask in zip(parts, all_ids, masks, strict=True)
+        ]
 
-    def _masked(
-        self, part: _Part, ids: list[int], supervised: list[range]
-    ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        ids = self._ended(ids) if part.eos else ids
-        mask = np.zeros(len(ids), np.uint8)
-        for tokens in supervised:
-            mask[tokens.start : tokens.stop] = 1
-        # The token that ends a completion is part of it, whether the tokenizer or this program put it there.
-        if part.eos and ids and ids[-1] == self._eos:
+    def _by_offsets(self, parts: list[_Part], special: bool) -> list[Encoded]:
+        encodings = self._tokenizer.backend.encode_batch([p.text for p in parts], add_special_tokens=special)
+        encoded = []
+        for part, encoding in zip(parts, encodings, strict=True):
+            mask = np.zeros(len(encoding), np.uint8)
+            for start, stop in part.spans or []:
+                tokens = tokens_of(encoding, start, stop)
+                mask[tokens.start : tokens.stop] = 1
+            encoded.append(self._ended(part, id_array(encoding.ids), mask))
+        return encoded
+
+    def _ended(self, part: _Part, ids: Ids, mask: NDArray[np.uint8]) -> Encoded:
+        """A completion with its end-of-text token, which is supervised whoever put it there."""
+        if not part.eos or self._eos is None:
+            return ids, mask
+        if len(ids) and ids[-1] == self._eos:
             mask[-1] = 1
-        return np.array(ids, np.int64), mask
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        """`ids`, which are nobody else's, with the end-of-text token."""
-        if self._eos is not None and not (ids and ids[-1] == self._eos):
-            ids.append(self._eos)
-        return ids
-
-
-class _Pieces(dict[int, bytes]):
-    """What each token adds to a text, looked up once."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__()
-        self._tokenizer = tokenizer
-
-    def __missing__(self, token_id: int) -> bytes:
-        piece = self[token_id] = self._tokenizer.token_bytes(token_id)
-        return piece
-
-
-def _tokens_by_bytes(pieces: list[bytes], text: str, spans: Spans) -> list[range] | None:
-    """The tokens of each span; None if the pieces are not the text's bytes (normalised text, stripped spaces)."""
-    if b"".join(pieces) != text.encode():
-        return None
-    ends = np.cumsum([len(piece) for piece in pieces])
-    found = []
-    for start, stop in spans:
-        first_byte = len(text[:start].encode())
-        stop_byte = first_byte + len(text[start:stop].encode())
-        # The first token that ends behind the span's first byte, to the first that ends at its last or behind it.
-        first, last = np.searchsorted(ends, (first_byte, stop_byte - 1), side="right").tolist()
-        found.append(range(first, last + 1) if stop > start else range(0))
-    return found
-
-
-def _tokens_by_offsets(encoding: tokenizers.Encoding, spans: Spans) -> list[range]:
-    return [tokens_of(encoding, start, stop) for start, stop in spans]
+            return ids, mask
+        return np.append(ids, np.uint32(self._eos)), np.append(mask, np.uint8(1))
 
 
 def tokens_of(encoding: tokenizers.Encoding, start: int, stop: int) -> range:
@@ -227,9 +198,7 @@ def tokens_of(encoding: tokenizers.Encoding, start: int, stop: int) -> range:
     return range(first, last + 1)
 
 
-def _split_pair(
-    chosen: tuple[NDArray[Any], NDArray[Any]], rejected: tuple[NDArray[Any], NDArray[Any]]
-) -> Row | BadRow | DroppedRow:
+def _split_pair(chosen: Encoded, rejected: Encoded) -> Row | BadRow | DroppedRow:
     """Cut both where the first supervised token of either stands, or they first differ: a common prefix of ids."""
     starts = [int(np.argmax(mask)) for _, mask in (chosen, rejected)]
     n_prompt = min(starts)
