@@ -12,7 +12,6 @@ import multiprocessing
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -29,12 +28,12 @@ from astrai_infer.wire import (
     Failed,
     Piece,
     Ready,
+    Receiver,
     Refused,
     Reply,
     Returned,
     Submit,
     pack,
-    receive,
     request_id,
 )
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from astrai_infer.engine import InferenceEngine
 
 AT_ONCE = 32
-"""Replies that are handed on in one turn of the event loop: each wakes a task that writes to a socket."""
+"""Readers that are woken in one turn of the event loop: each writes to a socket."""
 
 STOP_S = 10.0
 """How long a closed engine may take to end before its process is killed."""
@@ -65,8 +64,8 @@ class Generation:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._first_choice: dict[int, int] = {}  # of each request, by key
-        self._pieces: deque[Piece] = deque()
-        self._arrived = asyncio.Event()
+        self._pieces: list[Piece] = []
+        self._waiter: asyncio.Future[None] | None = None
         self._error: str | None = None
         self.n_choices = 0
         self.n_open = 0
@@ -94,10 +93,9 @@ class Generation:
                 raise EngineError(self._error)
             if not self.n_open:
                 raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        pieces = list(self._pieces)
-        self._pieces.clear()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        pieces, self._pieces = self._pieces, []
         return pieces
 
     def close(self) -> None:
@@ -106,16 +104,20 @@ class Generation:
             self._client.forget(key, abort=True)
 
     def put(self, piece: Piece) -> None:
-        """Take a piece from the channel."""
+        """Take a piece from the channel; :meth:`wake` follows."""
         first = self._first_choice[piece.key]
         self._pieces.append(piece._replace(choice=first + piece.choice) if first else piece)
         self.n_open -= piece.end is not None
-        self._arrived.set()
+
+    def wake(self) -> None:
+        """Tell the reader that there is something to read."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def fail(self, message: str) -> None:
         """Wake the reader with an error."""
         self._error = message
-        self._arrived.set()
+        self.wake()
 
 
 class EngineClient:
@@ -133,7 +135,7 @@ class EngineClient:
 
     def __init__(self, worker: Worker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.worker = worker
-        self._reader = reader
+        self._receiver = Receiver(reader)
         self._writer = writer
         self.info: EngineInfo
         self.health: Health | None = None
@@ -198,16 +200,15 @@ class EngineClient:
 
     async def _wait_until_ready(self) -> None:
         try:
-            batch: Batch = await receive(self._reader)
-        except (asyncio.IncompleteReadError, ConnectionError):
+            batches: list[Batch] = await self._receiver.receive()
+        except (EOFError, ConnectionError):
             raise EngineError("the engine's process ended while it was loading; see its output above") from None
-        first = batch.replies[0]
+        first, *rest = [reply for batch in batches for reply in batch.replies]
         if isinstance(first, Failed):
             raise _error(first.kind, first.message)
         assert isinstance(first, Ready), "the first reply says how loading went"
-        self.info, self.health, self._heard_s = first.info, batch.health, time.monotonic()
-        for reply in batch.replies[1:]:
-            self._dispatch(reply)
+        self.info, self.health, self._heard_s = first.info, batches[-1].health, time.monotonic()
+        assert not rest, "nothing was asked yet"
 
     @property
     def n_open(self) -> int:
@@ -220,7 +221,12 @@ class EngineClient:
         return time.monotonic() - self._heard_s
 
     async def submit(
-        self, generation: Generation, prompt: Sequence[int], params: SamplingParams, priority: int = 0
+        self,
+        generation: Generation,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> None:
         """Queue a request; returns when the engine has taken it.
 
@@ -232,6 +238,8 @@ class EngineClient:
             Token ids.
         priority
             Smaller is served first.
+        adapter
+            Name of the adapter; None is the model itself.
 
         Raises
         ------
@@ -241,7 +249,13 @@ class EngineClient:
             If the engine is gone.
         """
         key = next(self._keys)
-        request = Request(prompt_token_ids=tuple(prompt), params=params, request_id=request_id(key), priority=priority)
+        request = Request(
+            prompt_token_ids=tuple(prompt),
+            params=params,
+            request_id=request_id(key),
+            priority=priority,
+            adapter=adapter,
+        )
         generation.add(key, params.n)
         self._generations[key] = generation
         self._open[key] = params.n
@@ -297,19 +311,23 @@ class EngineClient:
     async def _listen(self) -> None:
         try:
             while True:
-                batch: Batch = await receive(self._reader)
+                batches: list[Batch] = await self._receiver.receive()
                 self._heard_s = time.monotonic()
-                self.health = batch.health
-                for i, reply in enumerate(batch.replies, 1):
-                    self._dispatch(reply)
+                self.health = batches[-1].health
+                # All is handed out before anybody is woken: a reader then finds all its pieces, and writes once.
+                found = [self._dispatch(reply) for batch in batches for reply in batch.replies]
+                for i, generation in enumerate(dict.fromkeys(found), 1):
+                    if generation is not None:
+                        generation.wake()
                     if not i % AT_ONCE:
                         await asyncio.sleep(0)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (EOFError, ConnectionError):
             self._fail("the engine's process ended; restart the server")
         finally:
             self._fail("the server stopped listening to the engine; restart it")  # nobody waits for ever
 
-    def _dispatch(self, reply: Reply) -> None:
+    def _dispatch(self, reply: Reply) -> Generation | None:
+        """Hand a reply to who waits for it; return the generation whose reader is to be woken."""
         if isinstance(reply, Piece):
             generation = self._generations.get(reply.key)
             if generation is not None:
@@ -318,14 +336,16 @@ class EngineClient:
                     self._open[reply.key] -= 1
                     if not self._open[reply.key]:
                         self.forget(reply.key, abort=False)
-        elif isinstance(reply, (Accepted, Returned, Refused)):
+            return generation
+        if isinstance(reply, (Accepted, Returned, Refused)):
             answer = self._answers.get(reply.key)
             if answer is None or answer.done():
-                return
+                return None
             if isinstance(reply, Refused):
                 answer.set_exception(_error(reply.kind, reply.message))
             else:
                 answer.set_result(reply.value if isinstance(reply, Returned) else None)
+        return None
 
     def _fail(self, message: str) -> None:
         """Fail all that wait, now and later."""

@@ -82,6 +82,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "resume": _resume,
     "sleep": _sleep,
     "update_weights": _update_weights,
+    "load_adapter": InferenceEngine.load_adapter,
+    "unload_adapter": InferenceEngine.unload_adapter,
 }
 """Name -> function of the engine and the call's arguments, run beside the steps."""
 
@@ -111,6 +113,7 @@ class EngineHost:
                     max_seq_len=min(engine.max_seq_len, pool.capacity),
                     max_num_seqs=engine.config.max_num_seqs,
                     n_pages=pool.n_free + pool.n_cached + pool.n_used,
+                    adapters={name: adapter.path for name, adapter in engine.adapters.loaded.items()},
                 )
             )
         )

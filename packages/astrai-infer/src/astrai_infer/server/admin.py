@@ -1,4 +1,4 @@
-"""Routes for whoever owns the server: pause, sleep, new weights. They exist only with ``--admin-key``."""
+"""Routes for whoever owns the server: pause, sleep, new weights, adapters. They exist only with ``--admin-key``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import hmac
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from pydantic import Field
 
 from astrai_infer.server.errors import ApiError
+from astrai_infer.server.openai_other import describe
 from astrai_infer.server.openai_schema import Strict
 from astrai_infer.server.serving import Serving
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+def guards(path: str) -> bool:
+    """Whether a path asks for the admin key, and so for no other."""
+    return path.startswith("/admin/") or path in (LOAD, UNLOAD)
 
 
 def _check_key(request: Request) -> Serving:
@@ -23,6 +32,7 @@ def _check_key(request: Request) -> Serving:
 
 
 router = APIRouter(prefix="/admin", tags=["Admin"])
+adapters = APIRouter(tags=["Admin"])
 Admin = Annotated[Serving, Depends(_check_key)]
 
 
@@ -33,6 +43,20 @@ class UpdateWeights(Strict):
     """A directory or .gguf file of the same architecture, on the server's disk."""
     version: int
     """Larger than the last one; completions report it."""
+
+
+class UnloadAdapter(Strict):
+    """``POST /v1/unload_lora_adapter``; vLLM's names."""
+
+    lora_name: str = Field(min_length=1)
+    """As clients ask for it."""
+
+
+class LoadAdapter(UnloadAdapter):
+    """``POST /v1/load_lora_adapter``; vLLM's names."""
+
+    lora_path: str
+    """A directory of PEFT's for the served model, on the server's disk."""
 
 
 @router.post("/pause")
@@ -63,6 +87,20 @@ async def wake(serving: Admin) -> dict[str, Any]:
 async def update_weights(body: UpdateWeights, serving: Admin) -> dict[str, Any]:
     """Copy new weights over the old ones; what runs keeps its tokens and goes on with the new weights."""
     return await _state(serving, "update_weights", body.path, body.version)
+
+
+@adapters.post(LOAD)
+async def load_lora_adapter(body: LoadAdapter, serving: Admin) -> dict[str, Any]:
+    """Serve one more adapter under a name of its own; what runs goes on. Returns its entry of /v1/models."""
+    await serving.load_adapter(body.lora_name, body.lora_path)
+    return describe(serving, body.lora_name)
+
+
+@adapters.post(UNLOAD)
+async def unload_lora_adapter(body: UnloadAdapter, serving: Admin) -> dict[str, Any]:
+    """Refuse new requests for an adapter; those that run finish, and then there is room for another."""
+    await serving.unload_adapter(body.lora_name)
+    return {"id": body.lora_name, "object": "model", "deleted": True}
 
 
 async def _state(serving: Serving, name: str, *arguments: Any) -> dict[str, Any]:

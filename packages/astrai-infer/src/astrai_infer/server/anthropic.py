@@ -11,25 +11,27 @@ from starlette.responses import JSONResponse, Response
 
 from astrai_infer.server import chat
 from astrai_infer.server.anthropic_schema import CountRequest, MessagesRequest
+from astrai_infer.server.body import BodyRoute
 from astrai_infer.server.chat import Conversation, Prompt, prepare
+from astrai_infer.server.errors import ANTHROPIC_ERRORS
 from astrai_infer.server.openai_chat import grouped
 from astrai_infer.server.serving import Running, Serving
-from astrai_infer.server.sse import EventStream, event, whole
+from astrai_infer.server.sse import STREAMED, EventStream, event, whole
 from astrai_infer.text.events import Content, Event, Reasoning, ToolCall
 from astrai_infer.wire import End
 
-router = APIRouter(tags=["Anthropic"])
+router = APIRouter(tags=["Anthropic"], responses=ANTHROPIC_ERRORS, route_class=BodyRoute)
 
 _MODES: dict[str, Any] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses=STREAMED)
 async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation."""
     serving: Serving = request.app.state.serving
-    serving.check_model(body.model)
-    prompt = await prepare(serving, _conversation(body))
+    adapter = serving.check_model(body.model)
+    prompt = await prepare(serving, lambda: _conversation(body))
     params = serving.sampling(
         {
             "max_tokens": body.max_tokens,
@@ -43,7 +45,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     )
     request_id: str = request.state.request_id
     request.state.user = None if body.metadata is None else body.metadata.user_id
-    running = await serving.start(request_id, [prompt.token_ids], params)
+    running = await serving.start(request_id, [prompt.token_ids], params, adapter=adapter)
     answer = MessageAnswer(body, prompt, running, f"msg_{request_id}")
     if body.stream:
         return EventStream(
@@ -57,7 +59,7 @@ async def count_tokens(body: CountRequest, request: Request) -> dict[str, int]:
     """Count the tokens of a prompt."""
     serving: Serving = request.app.state.serving
     serving.check_model(body.model)
-    return {"input_tokens": len((await prepare(serving, _conversation(body))).token_ids)}
+    return {"input_tokens": len((await prepare(serving, lambda: _conversation(body))).token_ids)}
 
 
 def _conversation(body: CountRequest) -> Conversation:
@@ -108,7 +110,7 @@ class MessageAnswer:
                     self._add(each)
         return JSONResponse({**self._head, "content": self._blocks, **self._stop(), "usage": self._usage()})
 
-    async def stream(self) -> AsyncIterator[str]:
+    async def stream(self) -> AsyncIterator[bytes]:
         """Yield the answer as events."""
         begin: dict[str, Any] = {
             **self._head,
@@ -124,11 +126,11 @@ class MessageAnswer:
                 for each in self._events(group.text, group.end):
                     lines += self._block_events(each)
             if lines:
-                yield "".join(lines)
+                yield b"".join(lines)
         last = [self._block_stop()] if self._blocks else []
         last.append(event({"type": "message_delta", "delta": self._stop(), "usage": self._usage()}, "message_delta"))
         last.append(event({"type": "message_stop"}, "message_stop"))
-        yield "".join(last)
+        yield b"".join(last)
 
     def _events(self, text: str, end: End | None) -> list[Event]:
         events = self._parser.push(text) if text else []
@@ -152,7 +154,7 @@ class MessageAnswer:
         self._blocks[-1][kind] += each.text
         return begins
 
-    def _block_events(self, each: Event) -> list[str]:
+    def _block_events(self, each: Event) -> list[bytes]:
         lines = []
         n_before = len(self._blocks)
         if self._add(each):
@@ -171,7 +173,7 @@ class MessageAnswer:
         lines.append(event(change, "content_block_delta"))
         return lines
 
-    def _block_stop(self, index: int | None = None) -> str:
+    def _block_stop(self, index: int | None = None) -> bytes:
         at = len(self._blocks) - 1 if index is None else index
         return event({"type": "content_block_stop", "index": at}, "content_block_stop")
 

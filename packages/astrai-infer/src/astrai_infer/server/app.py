@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from astrai_core.errors import AstraiError
 from astrai_infer._version import __version__
 from astrai_infer.server import admin, anthropic, docs, openai_chat, openai_completions, openai_other, page
-from astrai_infer.server.errors import ApiError, as_api_error
+from astrai_infer.server.errors import OPENAI_ERRORS, ApiError, as_api_error
 from astrai_infer.server.front import Front
 from astrai_infer.server.serving import Serving
 
@@ -28,15 +28,19 @@ def create_app(serving: Serving) -> FastAPI:
         description="The OpenAI and Anthropic APIs of one model.",
         openapi_url=None,  # see docs: FastAPI's own pages load scripts from elsewhere, and block the event loop
         strict_content_type=False,
+        responses=OPENAI_ERRORS,
     )
     app.state.serving = serving
     for module in (openai_chat, openai_completions, openai_other, anthropic, page, docs):
         app.include_router(module.router)
     if serving.config.admin_key is not None:
         app.include_router(admin.router)
-    app.add_api_route("/health", _health, methods=["GET"], tags=["State"])
-    app.add_api_route("/ready", _ready, methods=["GET"], tags=["State"])
-    app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["State"])
+        app.include_router(admin.adapters)
+    unwell: dict[int | str, dict[str, Any]] = {503: {"description": "The same, with the reason."}}
+    text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
+    app.add_api_route("/health", _health, methods=["GET"], tags=["State"], responses=unwell)
+    app.add_api_route("/ready", _ready, methods=["GET"], tags=["State"], responses=unwell)
+    app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["State"], responses=text, response_class=Response)
     app.add_api_route("/stats", _stats, methods=["GET"], tags=["State"])
     for kind in (ApiError, AstraiError, RequestValidationError, TimeoutError):
         app.add_exception_handler(kind, _on_error)
@@ -92,7 +96,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Unknown paths, wrong methods, bodies that cannot be read."""
     assert isinstance(error, HTTPException), "registered for it"
-    if isinstance(error.__cause__, ApiError):  # the body's, which FastAPI reads
+    if isinstance(error.__cause__, (ApiError, RequestValidationError)):  # the body's, which FastAPI reads
         return await _on_error(request, error.__cause__)
     path = request.url.path
     message = f"{request.method} {path}: {str(error.detail).lower()}; see /docs for what there is"

@@ -63,8 +63,13 @@ class Prompt:
         return [e for e in events if self.parallel or not isinstance(e, ToolCall) or e.index == 0]
 
 
-async def prepare(serving: Serving, asked: Conversation) -> Prompt:
+async def prepare(serving: Serving, read: Callable[[], Conversation]) -> Prompt:
     """Apply the chat template, away from the event loop.
+
+    Parameters
+    ----------
+    read
+        Makes the conversation of the body; called there too, since one may have tens of thousands of messages.
 
     Raises
     ------
@@ -73,7 +78,7 @@ async def prepare(serving: Serving, asked: Conversation) -> Prompt:
     RequestError, ChatTemplateError
         If messages or tools are malformed, or the template refuses them.
     """
-    return await asyncio.to_thread(_prepare, serving, asked)
+    return await asyncio.to_thread(lambda: _prepare(serving, read()))
 
 
 def _prepare(serving: Serving, asked: Conversation) -> Prompt:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from astrai_core.config.base import CONFIG, BaseConfig, dataclass
 from astrai_core.errors import ConfigError
+from astrai_infer.config import check_draft
 from astrai_infer.text.tools import FORMATS
 
 ALIASES = {"max_model_len": "max_seq_len"}
@@ -22,6 +23,12 @@ class ServerConfig(BaseConfig):
 
     model: str
     """A directory, a .gguf file, a Hugging Face id, or smollm2."""
+    lora: dict[str, str] = Field(default_factory=dict)
+    """Name -> directory of an adapter (PEFT's) that clients can ask for as a model; as a flag, NAME=DIRECTORY."""
+    max_loras: int | None = None
+    """Adapters that there is room for at once, also for those that are loaded later; by default as many as `lora` has."""
+    max_lora_rank: int | None = None
+    """Largest rank of one: 8, 16, 32 or 64; by default that of the adapters given."""
     served_model_name: tuple[str, ...] = ()
     """Names under which clients ask for the model; by default what `model` says, and its last part."""
     device: str | None = None
@@ -36,6 +43,13 @@ class ServerConfig(BaseConfig):
     """Completions that run at once."""
     max_batch_tokens: int = 2048
     """Token budget of one step."""
+    speculation: Literal["ngram", "draft"] | None = None
+    """Guess several tokens and check them in one step, which changes no text: ngram, from what came before; draft, by a
+    small model."""
+    draft_model: str | None = None
+    """The small model of draft, of the same vocabulary; in the forms of `model`."""
+    max_draft_tokens: int = Field(default=5, ge=1, le=31)
+    """Most guesses for a completion in a step."""
     gpu_memory_utilization: float = 0.85
     """Share of the GPU's free memory, after the weights, that the KV cache may take."""
     host: str = "127.0.0.1"
@@ -45,7 +59,7 @@ class ServerConfig(BaseConfig):
     api_key: tuple[str, ...] = ()
     """Clients must send one of these."""
     admin_key: str | None = Field(default=None, min_length=1)
-    """Opens /admin: pause, resume, sleep, wake, update_weights."""
+    """Opens /admin: pause, resume, sleep, wake, update_weights; and /v1/load_lora_adapter, /v1/unload_lora_adapter."""
     max_queue: int = Field(default=512, ge=0)
     """Completions that may wait beside those that run; one more is refused with status 429."""
     request_timeout: float = Field(default=600.0, gt=0)
@@ -69,6 +83,37 @@ class ServerConfig(BaseConfig):
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _named_directories(cls, value: Any) -> Any:
+        listed = (value,) if isinstance(value, str) else value
+        if not isinstance(listed, (list, tuple)):
+            return value  # a mapping, or what pydantic refuses
+        named: dict[str, str] = {}
+        for each in listed:
+            name, equals, directory = each.partition("=") if isinstance(each, str) else ("", "", "")
+            if not (name and equals and directory):
+                raise ValueError(f"{each!r} is not NAME=DIRECTORY; give both")
+            if name in named:
+                raise ValueError(f"the name {name!r} is given twice; give each adapter one of its own")
+            named[name] = directory
+        return named
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> Self:
+        if clash := sorted(self.lora.keys() & set(self.names)):
+            raise ValueError(f"lora: {clash[0]!r} is a name of the model itself; give the adapter another")
+        return self
+
+    @model_validator(mode="after")
+    def _draft_model_is_used(self) -> Self:
+        check_draft(self.speculation, self.draft_model)
+        if self.speculation == "draft" and self.draft_model is None:
+            raise ValueError(
+                "speculation is 'draft' and draft_model is missing; name a small model with the same vocabulary"
+            )
+        return self
 
     @field_validator("api_key")
     @classmethod
@@ -131,4 +176,9 @@ class ServerConfig(BaseConfig):
             "max_batch_tokens": max(self.max_batch_tokens, self.max_num_seqs),
             "memory_fraction": self.gpu_memory_utilization,
             "backend": self.backend,
+            "speculation": self.speculation,
+            "draft_model": self.draft_model,
+            "max_draft_tokens": self.max_draft_tokens,
+            "max_loras": self.max_loras,
+            "max_lora_rank": self.max_lora_rank,
         }

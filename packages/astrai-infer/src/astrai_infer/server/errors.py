@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.responses import JSONResponse
 
 from astrai_core.errors import AstraiError, ChatTemplateError, CheckpointError, ConfigError, EngineError, RequestError
@@ -22,6 +23,46 @@ _TYPES = {
     503: ("server_error", "overloaded_error"),
     504: ("server_error", "timeout_error"),
 }
+
+
+class OpenAIProblem(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(BaseModel):
+    """OpenAI's envelope of an error."""
+
+    error: OpenAIProblem
+
+
+class AnthropicProblem(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """Anthropic's envelope of an error."""
+
+    type: str
+    error: AnthropicProblem
+    request_id: str
+
+
+def _described(envelope: type) -> dict[int | str, dict[str, Any]]:
+    refused = {"model": envelope, "description": "The request is refused, for the reason that the answer names."}
+    failed = {"model": envelope, "description": "The server cannot answer now, or failed on this request."}
+    return {"4XX": refused, "5XX": failed}
+
+
+OPENAI_ERRORS, ANTHROPIC_ERRORS = _described(OpenAIError), _described(AnthropicError)
+"""Of the API's description."""
 
 
 class ApiError(Exception):

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from astrai_infer.server import docs, page
+from astrai_infer.server import admin, docs, page
 from astrai_infer.server.errors import ApiError
 from astrai_infer.server.serving import Serving
 
@@ -115,7 +115,7 @@ class Front:
         serving = self._serving
         if serving.draining and path not in WATCHED_PATHS:
             return ApiError(503, "the server is shutting down; try another one", retry_after_s=5)
-        guarded = path not in KEYLESS_PATHS and not path.startswith("/admin/")  # which has a key of its own
+        guarded = path not in KEYLESS_PATHS and not admin.guards(path)
         if self._keys and guarded and not self._knows(headers):
             return ApiError(
                 401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`", code="invalid_api_key"

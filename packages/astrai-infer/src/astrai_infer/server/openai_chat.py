@@ -10,23 +10,24 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from astrai_core.types import TokenLogprobs
+from astrai_infer.server.body import BodyRoute
 from astrai_infer.server.chat import Conversation, Prompt, ToolChoice, prepare
 from astrai_infer.server.openai_schema import ChatRequest, NamedToolChoice
 from astrai_infer.server.serving import Running, Serving
-from astrai_infer.server.sse import EventStream, event, whole
+from astrai_infer.server.sse import STREAMED, EventStream, event, whole
 from astrai_infer.text.answer import AnswerParser
 from astrai_infer.text.events import Content, Event, Reasoning, ToolCall
 from astrai_infer.wire import End, Piece
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMED)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     serving: Serving = request.app.state.serving
-    serving.check_model(body.model)
-    prompt = await prepare(serving, _conversation(body))
+    adapter = serving.check_model(body.model)
+    prompt = await prepare(serving, lambda: _conversation(body))
     params = serving.sampling(
         {
             "max_tokens": body.max_tokens if body.max_tokens is not None else body.max_completion_tokens,
@@ -38,7 +39,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     )
     request_id: str = request.state.request_id
     request.state.user = body.user
-    running = await serving.start(request_id, [prompt.token_ids], params, body.priority)
+    running = await serving.start(request_id, [prompt.token_ids], params, body.priority, adapter=adapter)
     answer = ChatAnswer(serving, body, prompt, running, f"chatcmpl-{request_id}", params.n)
     if body.stream:
         return EventStream(answer.stream(), running, lambda error: event(error.body("", request_id)))
@@ -107,7 +108,7 @@ class ChatAnswer:
             body["prompt_token_ids"] = self._prompt.token_ids
         return JSONResponse(body)
 
-    async def stream(self) -> AsyncIterator[str]:
+    async def stream(self) -> AsyncIterator[bytes]:
         """Yield the answer as events."""
         started: set[int] = set()
         async for pieces in self._running:
@@ -118,12 +119,12 @@ class ChatAnswer:
                     first: dict[str, Any] = {"role": "assistant", "content": ""}
                     chunks.append(self._chunk(group.choice, first))
                 chunks += self._group_chunks(group)
-            yield "".join(chunks)
+            yield b"".join(chunks)
         if self._body.tells_usage:
             yield event({**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()})
-        yield "data: [DONE]\n\n"
+        yield b"data: [DONE]\n\n"
 
-    def _group_chunks(self, group: Piece) -> list[str]:
+    def _group_chunks(self, group: Piece) -> list[bytes]:
         choice = self._choices[group.choice]
         deltas = self._take(group)
         extra: dict[str, Any] = {}
@@ -165,7 +166,7 @@ class ChatAnswer:
         choice.calls.append(made)
         return made
 
-    def _chunk(self, index: int, delta: dict[str, Any], **more: Any) -> str:
+    def _chunk(self, index: int, delta: dict[str, Any], **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return event({**self._head, "object": "chat.completion.chunk", "choices": [choice]})
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from astrai_core.types import TokenLogprobs
+from astrai_infer.server.body import BodyRoute
 from astrai_infer.server.errors import ApiError
 from astrai_infer.server.openai_chat import grouped, usage
 from astrai_infer.server.openai_schema import CompletionRequest
 from astrai_infer.server.serving import Running, Serving
-from astrai_infer.server.sse import EventStream, event, whole
+from astrai_infer.server.sse import STREAMED, EventStream, event, whole
 from astrai_infer.wire import End, Piece
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=STREAMED)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or many."""
     serving: Serving = request.app.state.serving
-    serving.check_model(body.model)
+    adapter = serving.check_model(body.model)
+    if isinstance(body.prompt[0], (list, str)) and not isinstance(body.prompt, str):
+        serving.check_room(len(body.prompt))  # before so many are encoded
     prompts = await prompt_ids(serving, body.prompt, "prompt", add_special_tokens=body.add_special_tokens)
     params = serving.sampling(
         {
@@ -39,7 +42,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     texts = await _texts(serving, body.prompt, prompts) if body.echo else [""] * len(prompts)
     request_id: str = request.state.request_id
     request.state.user = body.user
-    running = await serving.start(request_id, prompts, params, body.priority)
+    running = await serving.start(request_id, prompts, params, body.priority, adapter=adapter)
     answer = CompletionAnswer(serving, body, running, f"cmpl-{request_id}", prompts, texts, params.n)
     if body.stream:
         return EventStream(answer.stream(), running, lambda error: event(error.body("", request_id)))
@@ -57,7 +60,7 @@ async def prompt_ids(
     if isinstance(given, str):
         given = [given]
     elif given and isinstance(given[0], int):
-        given = [[token for token in given if isinstance(token, int)]]
+        given = [cast("list[int]", given)]
     texts = [item for item in given if isinstance(item, str)]
     if texts:
         encoded = await serving.encode(texts, add_special_tokens=add_special_tokens)
@@ -66,6 +69,7 @@ async def prompt_ids(
     for i, ids in enumerate(encoded):
         if not ids:
             raise ApiError(400, f"{field}[{i}] is empty; give at least one token", param=field)
+        serving.check_length(f"{field}[{i}]", ids)
         serving.check_ids(field, ids)
     return encoded
 
@@ -127,7 +131,7 @@ class CompletionAnswer:
         choices = [self._choice_body(i, choice) for i, choice in enumerate(self._choices)]
         return JSONResponse({**self._head, "choices": choices, "usage": self._usage()})
 
-    async def stream(self) -> AsyncIterator[str]:
+    async def stream(self) -> AsyncIterator[bytes]:
         """Yield the completions as events."""
         started: set[int] = set()
         async for pieces in self._running:
@@ -137,10 +141,10 @@ class CompletionAnswer:
                 started.add(group.choice)
                 self._take(group)
                 chunks.append(self._chunk(group, text))
-            yield "".join(chunks)
+            yield b"".join(chunks)
         if self._body.tells_usage:
             yield event({**self._head, "choices": [], "usage": self._usage()})
-        yield "data: [DONE]\n\n"
+        yield b"data: [DONE]\n\n"
 
     def _take(self, group: Piece) -> None:
         choice = self._choices[group.choice]
@@ -152,7 +156,7 @@ class CompletionAnswer:
         choice.logprobs += group.logprobs
         choice.token_ids += group.token_ids
 
-    def _chunk(self, group: Piece, before: str) -> str:
+    def _chunk(self, group: Piece, before: str) -> bytes:
         choice, shown = self._choices[group.choice], self._body.max_tokens != 0
         body: dict[str, Any] = {
             "index": group.choice,

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from astrai_infer.server.body import BodyRoute
 from astrai_infer.server.chat import Conversation, ToolChoice, prepare
 from astrai_infer.server.errors import ApiError
 from astrai_infer.server.openai_completions import prompt_ids
@@ -18,7 +19,7 @@ from astrai_infer.server.openai_schema import DetokenizeRequest, EmbeddingReques
 from astrai_infer.server.serving import Serving
 from astrai_infer.server.sse import while_connected
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=BodyRoute)
 
 AT_ONCE = 16
 """Prompts that one call to the engine embeds."""
@@ -28,7 +29,7 @@ AT_ONCE = 16
 async def models(request: Request) -> dict[str, Any]:
     """List what is served."""
     serving: Serving = request.app.state.serving
-    return {"object": "list", "data": [_model(serving, name) for name in serving.config.names]}
+    return {"object": "list", "data": [describe(serving, name) for name in (*serving.config.names, *serving.adapters)]}
 
 
 @router.get("/v1/models/{name:path}")
@@ -36,16 +37,19 @@ async def model(name: str, request: Request) -> dict[str, Any]:
     """Describe one model."""
     serving: Serving = request.app.state.serving
     serving.check_model(name)
-    return _model(serving, name)
+    return describe(serving, name)
 
 
-def _model(serving: Serving, name: str) -> dict[str, Any]:
+def describe(serving: Serving, name: str) -> dict[str, Any]:
+    """Return OpenAI's description of the model or of an adapter, with vLLM's fields."""
+    adapter = serving.adapters.get(name)
     return {
         "id": name,
         "object": "model",
-        "created": serving.created,
+        "created": serving.created if adapter is None else adapter.created,
         "owned_by": "astrai",
-        "root": serving.config.model,
+        "root": serving.config.model if adapter is None else adapter.path,
+        "parent": None if adapter is None else serving.config.names[0],
         "max_model_len": serving.client.info.max_seq_len,
     }
 
@@ -54,7 +58,7 @@ def _model(serving: Serving, name: str) -> dict[str, Any]:
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Turn texts into vectors of length 1."""
     serving: Serving = request.app.state.serving
-    serving.check_model(body.model)
+    adapter = serving.check_model(body.model)
     if not body.input:
         raise ApiError(400, "input is empty; give at least one token", param="input")
     request.state.user = body.user
@@ -62,13 +66,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     serving.n_embedding += 1
     try:
         prompts = await prompt_ids(serving, body.input, "input")
-        longest = serving.client.info.max_seq_len
-        for i, ids in enumerate(prompts):
-            if len(ids) > longest:
-                message = f"input[{i}] has {len(ids)} tokens, max_seq_len is {longest}; shorten it"
-                raise ApiError(400, message, param="input")
         async with asyncio.timeout(serving.config.request_timeout):
-            vectors = await while_connected(request.receive, _embed(serving, prompts, body.pooling))
+            vectors = await while_connected(request.receive, _embed(serving, prompts, body.pooling, adapter))
     finally:
         serving.n_embedding -= 1
     if vectors is None:
@@ -77,12 +76,14 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def _embed(serving: Serving, prompts: list[list[int]], pooling: str | None) -> list[list[float]]:
+async def _embed(
+    serving: Serving, prompts: list[list[int]], pooling: str | None, adapter: str | None
+) -> list[list[float]]:
     """Ask for a few at a time, so that a client that leaves ends the rest."""
     vectors: list[list[float]] = []
     for start in range(0, len(prompts), AT_ONCE):
         some = prompts[start : start + AT_ONCE]
-        vectors += await serving.client.call("embed", some, pooling or serving.config.pooling)
+        vectors += await serving.client.call("embed", some, pooling or serving.config.pooling, adapter)
     return vectors
 
 
@@ -105,7 +106,7 @@ def _encoded(vector: list[float], format: str) -> list[float] | str:
 
 
 @router.post("/tokenize", tags=["Tokens"])
-async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Turn a prompt or messages into token ids."""
     serving: Serving = request.app.state.serving
     if body.model is not None:
@@ -113,17 +114,29 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     if body.prompt is not None:
         ids = (await serving.encode([body.prompt], add_special_tokens=body.add_special_tokens))[0]
     else:
-        conversation = Conversation(
-            messages=[message.plain() for message in body.messages or ()],
-            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
-            choice=ToolChoice("auto" if body.tools else "none"),
-            add_generation_prompt=body.add_generation_prompt,
-        )
-        ids = (await prepare(serving, conversation)).token_ids
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": serving.client.info.max_seq_len, "tokens": ids}
-    if body.return_token_strs:
-        found["token_strs"] = [serving.tokenizer.id_to_token(token) for token in ids]
-    return found
+        ids = (await prepare(serving, lambda: _conversation(body))).token_ids
+    content = await asyncio.to_thread(_tokenized, serving, ids, body.return_token_strs)
+    return Response(content, media_type="application/json")
+
+
+def _conversation(body: TokenizeRequest) -> Conversation:
+    return Conversation(
+        messages=[message.plain() for message in body.messages or ()],
+        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        choice=ToolChoice("auto" if body.tools else "none"),
+        add_generation_prompt=body.add_generation_prompt,
+    )
+
+
+def _tokenized(serving: Serving, ids: list[int], with_strs: bool) -> str:
+    """The answer's JSON, written in parts for the reason that vectors are."""
+    parts = [ids[start : start + 10_000] for start in range(0, len(ids), 10_000)]
+    head = json.dumps({"count": len(ids), "max_model_len": serving.client.info.max_seq_len})
+    found = f'{head[:-1]}, "tokens": [{", ".join(json.dumps(part)[1:-1] for part in parts)}]'
+    if with_strs:
+        name = serving.tokenizer.id_to_token
+        found += f', "token_strs": [{", ".join(json.dumps([name(i) for i in part])[1:-1] for part in parts)}]'
+    return f"{found}}}"
 
 
 @router.post("/detokenize", tags=["Tokens"])

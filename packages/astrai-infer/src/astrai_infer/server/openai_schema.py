@@ -15,6 +15,8 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 TokenIds = Many[Annotated[int, Field(ge=0)]]
 Stops = Annotated[list[str], Field(fail_fast=True, max_length=64)]
 """Each new piece of text is searched for all of them, in the thread that steps."""
+MAX_BIASES = 10_000
+"""A request's biases are checked in the event loop, 1 us each, and are part of every step that it runs in."""
 MAX_DEPTH = 64
 """Of JSON within a request; far deeper data overflows the stacks of libraries that walk it."""
 
@@ -193,6 +195,8 @@ class Sampling(Strict):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _biases(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_BIASES:
+            raise ValueError(f"has {len(value)} tokens and the server takes {MAX_BIASES}; send fewer")
         for key, bias in value.items() if isinstance(value, dict) else ():
             if not isinstance(key, str) or not key.isdecimal():
                 raise ValueError(f"{key!r} is no token id; use digits")

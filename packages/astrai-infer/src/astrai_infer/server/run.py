@@ -120,7 +120,9 @@ def _make_engine(config: ServerConfig) -> InferenceEngine:
     """Build the engine, in its own process."""
     from astrai_infer.engine import InferenceEngine
 
-    return InferenceEngine.from_pretrained(config.model, config.device, config.dtype, **config.engine_settings())
+    return InferenceEngine.from_pretrained(
+        config.model, config.device, config.dtype, adapters=config.lora, **config.engine_settings()
+    )
 
 
 async def _announce(server: uvicorn.Server, config: ServerConfig, on_ready: Callable[[str], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from astrai_core.errors import EngineError
@@ -26,13 +27,25 @@ STEP_S = 120.0
 """A step that takes longer hangs."""
 
 
+@dataclass(frozen=True)
+class ServedAdapter:
+    """One that clients can ask for."""
+
+    path: str
+    created: int
+    """When it was loaded, in seconds since 1970."""
+
+
 class Running:
     """Requests that run: ``async for pieces in running``."""
 
-    def __init__(self, serving: Serving, request_id: str, prompts: Sequence[Sequence[int]], n: int) -> None:
+    def __init__(
+        self, serving: Serving, request_id: str, prompts: Sequence[Sequence[int]], n: int, adapter: str | None = None
+    ) -> None:
         self._generation = Generation(serving.client)
-        self._metrics = serving.metrics
-        self._clock = Clock(request_id, n, serving.metrics)
+        self._adapter = adapter
+        self._metrics = serving.metrics.of(adapter or serving.config.names[0])
+        self._clock = Clock(request_id, n, self._metrics)
         self.n_prompt_tokens = sum(map(len, prompts))
         self.created = int(time.time())
         self.deadline_s = asyncio.get_running_loop().time() + serving.config.request_timeout
@@ -40,7 +53,7 @@ class Running:
 
     async def submit(self, client: EngineClient, prompt: Sequence[int], params: SamplingParams, priority: int) -> None:
         """Add a request."""
-        await client.submit(self._generation, prompt, params, priority)
+        await client.submit(self._generation, prompt, params, priority, self._adapter)
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         async for pieces in self._generation:
@@ -66,7 +79,7 @@ class Running:
 
 
 class Serving:
-    """One model behind an engine.
+    """One model behind an engine, and its adapters.
 
     Parameters
     ----------
@@ -81,6 +94,8 @@ class Serving:
         HTTP requests in flight.
     n_embedding
         Requests for embeddings that run or wait.
+    adapters
+        Name -> adapter that clients can ask for as a model.
     """
 
     def __init__(
@@ -94,6 +109,8 @@ class Serving:
         prefixes = ("astrai", "vllm") if config.vllm_metrics else ("astrai",)
         self.metrics = ServerMetrics(client, config.names[0], prefixes)
         self.created = int(time.time())
+        self.adapters = {name: ServedAdapter(path, self.created) for name, path in client.info.adapters.items()}
+        self._loading = asyncio.Lock()
         self._defaults = {
             name: generation_config[name] for name in FROM_MODEL if generation_config.get(name) is not None
         }
@@ -102,8 +119,10 @@ class Serving:
         SamplingParams.from_dict(self._defaults)
         tokenizer.token_bytes(0)  # its table is built now, not in the first request
 
-    def check_model(self, name: str) -> None:
-        """Refuse a model that is not served."""
+    def check_model(self, name: str) -> str | None:
+        """Refuse a model that is not served; return the adapter that the name stands for, None for the model itself."""
+        if name in self.adapters:
+            return name
         if name not in self.config.names:
             raise ApiError(
                 404,
@@ -111,6 +130,35 @@ class Serving:
                 param="model",
                 code="model_not_found",
             )
+        return None
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Serve one more adapter.
+
+        Raises
+        ------
+        ApiError, AstraiError
+            If the name is the model's own; what :meth:`InferenceEngine.load_adapter` raises.
+        """
+        if name in self.config.names:
+            raise ApiError(400, f"{name!r} is a name of the model itself; give the adapter another", param="lora_name")
+        async with self._loading:
+            await self.client.call("load_adapter", name, path)
+            self.adapters[name] = ServedAdapter(path, int(time.time()))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter; those that run finish.
+
+        Raises
+        ------
+        ApiError
+            If there is none of that name.
+        """
+        async with self._loading:
+            if name not in self.adapters:
+                raise ApiError(404, f"no adapter {name!r} is loaded", param="lora_name", code="model_not_found")
+            await self.client.call("unload_adapter", name)
+            del self.adapters[name]
 
     def sampling(self, given: Mapping[str, Any]) -> SamplingParams:
         """Combine what the request says, what the model recommends, and the defaults of the HTTP API.
@@ -137,6 +185,14 @@ class Serving:
         if ids and not 0 <= min(ids) <= max(ids) < vocab:
             raise ApiError(400, f"{field}: a token id is outside the vocabulary of {vocab}; correct it", param=field)
 
+    def check_length(self, what: str, ids: Sequence[int]) -> None:
+        """Refuse a prompt that can never be served, before anything walks over its tokens."""
+        longest = self.client.info.max_seq_len
+        if len(ids) > longest:
+            raise ApiError(
+                400, f"{what} has {len(ids)} tokens, max_seq_len is {longest}; shorten it or raise max_seq_len"
+            )
+
     def check_room(self, wanted: int) -> None:
         """Refuse so many more completions, or requests for embeddings, if the queue does not hold them."""
         limit = self.client.info.max_num_seqs + self.config.max_queue
@@ -148,9 +204,20 @@ class Serving:
             raise ApiError(429, message, code="queue_full", retry_after_s=1)
 
     async def start(
-        self, request_id: str, prompts: Sequence[Sequence[int]], params: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        adapter: str | None = None,
     ) -> Running:
         """Queue requests; returns when the engine has taken all of them. Close what is returned.
+
+        Parameters
+        ----------
+        adapter
+            What :meth:`check_model` returned.
 
         Raises
         ------
@@ -160,7 +227,9 @@ class Serving:
             See :meth:`EngineClient.submit`.
         """
         self.check_room(params.n * len(prompts))
-        running = Running(self, request_id, prompts, params.n)
+        for prompt in prompts:
+            self.check_length("prompt", prompt)
+        running = Running(self, request_id, prompts, params.n, adapter)
         try:
             async with asyncio.timeout_at(running.deadline_s):  # a grammar may wait long for its turn
                 for prompt in prompts:

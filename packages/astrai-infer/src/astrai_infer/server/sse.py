@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,17 +17,17 @@ from astrai_infer.server.errors import ApiError, as_api_error
 
 T = TypeVar("T")
 
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""Of the API's description: an answer that may be a stream."""
+
 LAST_WORD_S = 5.0
 """How long a client that may have stopped reading is given to take the last event."""
 
-# json.dumps with arguments makes an encoder for every call.
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
-
-def event(data: Any, name: str | None = None) -> str:
+def event(data: Any, name: str | None = None) -> bytes:
     """Return one server-sent event; it ends with a blank line."""
-    body = _encode(data)
-    return f"data: {body}\n\n" if name is None else f"event: {name}\ndata: {body}\n\n"
+    body = to_json(data)  # 1.4 us for a chunk of chat; json's encoder takes 4.5
+    return b"data: %b\n\n" % body if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), body)
 
 
 async def until_disconnect(receive: Receive) -> None:
@@ -82,7 +82,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], running: Closable, on_error: Callable[[ApiError], str]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], running: Closable, on_error: Callable[[ApiError], bytes]) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -99,18 +99,18 @@ class EventStream(Response):
 
     async def _run(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        write: Callable[[str, bool], Awaitable[None]] = lambda text, more: send(
-            {"type": "http.response.body", "body": text.encode(), "more_body": more}
+        write: Callable[[bytes, bool], Awaitable[None]] = lambda data, more: send(
+            {"type": "http.response.body", "body": data, "more_body": more}
         )
         try:
             async with asyncio.timeout_at(self._running.deadline_s):
-                async for text in self._events:
-                    await write(text, True)
+                async for data in self._events:
+                    await write(data, True)
         except (AstraiError, ApiError, TimeoutError) as error:
             self._running.close()
             with contextlib.suppress(TimeoutError):  # it does not read: the server then closes the connection
                 async with asyncio.timeout(LAST_WORD_S):
                     await write(self._on_error(as_api_error(error)), True)
-                    await write("", False)
+                    await write(b"", False)
             return
-        await write("", False)
+        await write(b"", False)
