@@ -5,6 +5,7 @@ serving workload.
     python -m benchmarks.engine --only decode --model preset           under a minute, start included
     python -m benchmarks.engine --only decode --model preset --batch 1 --no-graphs
     python -m benchmarks.engine --profile --model preset --batch 1     GPU time of one step by kernel
+    python -m benchmarks.engine --only decode --batch 128 --without overlap sums
 
 Decode counts from the first token on: so many sequences of 512 tokens, 128 new ones each, greedy, end of text ignored. Its
 limit is what a copy's rate allows for the bytes that must be read: the weights once a step, and the keys and values.
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from benchmarks.measure import copy_bandwidth, table
 
-from astrai_core import SamplingParams
+from astrai_core import SamplingParams, ops, partial_sums
 from astrai_core.auto import AutoModel
 from astrai_core.config.model import ModelConfig
 from astrai_core.model.transformer import CausalLM
@@ -310,7 +311,8 @@ def measure(options: argparse.Namespace, name: str, copy_rate: float) -> list[di
         print(table([rows[-1]], list(rows[-1])), flush=True)
 
     graphs = False if options.no_graphs else None
-    build = functools.partial(build_engine, model, graphs, deterministic=options.deterministic, kv_dtype=options.kv)
+    config = {"deterministic": options.deterministic, "kv_dtype": options.kv, "step_kernel": options.step_kernel}
+    build = functools.partial(build_engine, model, graphs, **config)
     start = time.perf_counter()
     if options.profile or "decode" in parts:
         batches = options.batch or ([1] if options.profile else [1, 8, 32, 128])
@@ -368,11 +370,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel by itself")
     parser.add_argument("--deterministic", action="store_true", help="decode in deterministic mode")
+    parser.add_argument("--step-kernel", action="store_true", help="decode up to eight sequences by one kernel a step")
+    parser.add_argument(
+        "--without", nargs="+", choices=("overlap", "sums"), default=(), help="early reads, sums in norms"
+    )
     parser.add_argument("--kv", default="auto", help="type of keys and values, such as float8_e4m3fn (default: auto)")
     parser.add_argument("--profile", action="store_true", help="only list the kernels of a decode step")
     parser.add_argument("--device", default="cuda", help="where (default: cuda)")
     parser.add_argument("--out", type=Path, help="folder for engine.json")
     options = parser.parse_args(arguments)
+    ops.OVERLAP = "overlap" not in options.without
+    if "sums" in options.without:
+        partial_sums.PARTIAL_ROWS = 0
     copy_rate = copy_bandwidth() if options.device == "cuda" else 10.0
     print(f"copy: {copy_rate:.0f} GB/s read and written")
     rows: list[dict[str, Any]] = []

@@ -81,3 +81,18 @@ def test_wrong_usage(run: Any, arguments: tuple[str, ...], message: str) -> None
     shown = run("bench", *arguments)
     assert shown.exit_code == 2
     assert message in shown.stderr
+
+
+def test_decoding_is_measured_with_guesses(run: Any, config: str, tmp_path: Path) -> None:
+    """With a draft model the tokens of all steps count; the byte limit of one token a step says nothing then."""
+    from astrai_core import AutoModel, ModelConfig, save_pretrained
+
+    save_pretrained(AutoModel.from_config(ModelConfig.from_dict(TINY), "float32", "cpu"), tmp_path / "draft")
+    shown = run(
+        *("bench", "decode", "--config", config, "--json", "--no-compare", "--batch", "2", "--prompt-len", "20"),
+        *("--new-tokens", "8", "--trials", "2", "--speculation", "draft", "--draft-model", tmp_path / "draft"),
+    )
+    assert shown.exit_code == 0, shown.stderr
+    (row,) = json.loads(shown.stdout)["results"]
+    assert row["tokens_per_s"] == pytest.approx(2 * 8 / row["seconds"])
+    assert row["limit_tokens_per_s"] is None

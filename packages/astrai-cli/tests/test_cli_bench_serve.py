@@ -232,7 +232,8 @@ def test_the_commands_of_bench_and_their_flags(run: Any) -> None:
     assert found == {
         "engine": [
             *"what --compare --trials --json --batch -b --prompt-len --new-tokens".split(),
-            *"--model -m --config --device --dtype --backend --threads --debug".split(),
+            *"--model -m --config --device --dtype --backend --threads".split(),
+            *"--speculation --draft-model --max-draft-tokens --debug".split(),
         ],
         "serve": [
             *"--url --api-key --model -m --timeout --requests --rate --concurrency --prompt-len --new-tokens".split(),
@@ -302,11 +303,11 @@ class TestRealServer:
             assert json.loads(file.read_text()) == report
             text = run(*command, "--no-stream", "--warmup", 0)
             assert text.exit_code == 0 and "12 answered, 0 failed" in text.stdout and "first token" not in text.stdout
-            finished = live.serving.metrics.finished
             refused = run("bench", "serve", "--url", live.url)
             unknown = run(*command, "--model", "other")
             several = json.loads(run(*command, "--json", "--warmup", 0, "--processes", 3, "--concurrency", 4).stdout)
             failing = run(*command, "--prompt-len", 300, "--warmup", 0)
+            finished = live.serving.metrics.finished
         jobs = Plan(12, 200.0, (5, 20), (3, 9), 0).jobs([1])
         assert report["model"] == "tiny" and (report["n_requests"], report["n_failed"]) == (12, 0)
         assert report["output_tokens"] == sum(job.new_tokens for job in jobs)
@@ -317,5 +318,5 @@ class TestRealServer:
         assert finished == {"length": 12 + 2 + 12 + 12}
         assert refused.exit_code == 1 and "refused /v1/models with 401: the API key" in refused.stderr
         assert unknown.exit_code == 1 and "does not serve 'other'; ask for one of tiny" in unknown.stderr
-        assert failing.exit_code == 1 and "error           12 x 400: prompt has 300 tokens" in failing.stdout
+        assert failing.exit_code == 1 and "error           12 x 400: prompt[0] has 300 tokens" in failing.stdout
         assert failing.stderr.startswith("error: every request failed") and failing.stderr.count("\n") == 1

@@ -88,6 +88,9 @@ class Terminal:
         self.pid, self.descriptor = pty.fork()
         if self.pid == 0:
             environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+            signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            )  # a shell's background job ignores it, and so would its children
             os.execve(sys.executable, [sys.executable, "-m", "astrai_cli", *map(str, args)], environment)
         self.shown = ""
         self.seen = 0

@@ -234,3 +234,26 @@ class TestBatch:
         flags = ("--raw", "--max-tokens", 1)
         assert run("generate", "-m", model_dir, "--input", file, "--output", file, *flags).exit_code == 0
         assert json.loads(file.read_text())["text"] == "4"
+
+
+def test_guessing_changes_no_answer_and_is_refused_by_name(run: Any, model_dir: Path, copy_model: Any) -> None:
+    """Issue 5, deliver 8: the flags, and what is wrong with them."""
+    plain = ask(run, model_dir, "--prompt", "Hi", "--temperature", 1, "--seed", 3)
+    asked = ("--prompt", "Hi", "--temperature", 1, "--seed", 3)
+    for flags in (
+        ("--speculation", "ngram"),
+        ("--speculation", "draft", "--draft-model", model_dir, "--max-draft-tokens", 3),
+    ):
+        assert ask(run, model_dir, *asked, *flags) == plain
+    other = copy_model("other", chat_template="{{ messages }}")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    for flags, said in (
+        (("--speculation", "magic"), "--speculation: input should be 'ngram' or 'draft'"),
+        (("--speculation", "draft"), "--draft-model: speculation is 'draft' and draft_model is missing"),
+        (("--draft-model", model_dir), "draft_model is given but speculation is None; set speculation to 'draft'"),
+        (("--speculation", "ngram", "--max-draft-tokens", 0), "--max-draft-tokens: input should be greater than"),
+        (("--speculation", "draft", "--draft-model", other), "its context is 8 tokens, sequences may have"),
+    ):
+        refused = run("generate", "-m", model_dir, "--prompt", "Hi", *flags)
+        assert (refused.exit_code, said in " ".join(refused.stderr.split())) == (2, True), refused.stderr

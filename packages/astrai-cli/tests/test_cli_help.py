@@ -18,20 +18,25 @@ from astrai_cli.main import COMMANDS, app
 LOAD = "--device --dtype --backend --max-seq-len".split()
 SAMPLING = """--temperature --top-k --top-p --min-p --seed --max-tokens --stop --repetition-penalty --presence-penalty
 --frequency-penalty --rep-window""".split()
+SPECULATION = "--speculation --draft-model --max-draft-tokens".split()
 
 # Scripts are written against these: a flag may be added, none may go or be renamed.
 FLAGS = {
     "quickstart": ["--train-seconds", "--output", "-o", *LOAD],
     "doctor": ["--json"],
-    "chat": ["--model", "-m", "--system", "--stats", *SAMPLING, *LOAD],
+    "chat": ["--model", "-m", "--system", "--stats", *SAMPLING, *LOAD, *SPECULATION],
     "generate": [
         *"--model -m --prompt -p --system --raw --input --output --json".split(),
         *SAMPLING,
         *LOAD,
+        *SPECULATION,
     ],
     "serve": [
-        *"--config -c --model -m --served-model-name --device --dtype --backend --max-seq-len --max-model-len".split(),
-        *"--max-num-seqs --max-batch-tokens --gpu-memory-utilization --host --port --api-key --admin-key".split(),
+        *"--config -c --model -m --served-model-name --lora --max-loras --max-lora-rank".split(),
+        *"--device --dtype --backend --max-seq-len --max-model-len".split(),
+        *"--max-num-seqs --max-batch-tokens".split(),
+        *SPECULATION,
+        *"--gpu-memory-utilization --host --port --api-key --admin-key".split(),
         *"--max-queue --request-timeout --drain-timeout --max-body-bytes --tool-call-parser".split(),
         *"--reasoning-parser --pooling --vllm-metrics --access-log".split(),
     ],
@@ -77,7 +82,8 @@ def test_every_command_explains_itself(run: Any, name: str) -> None:
 def test_the_flags_of_generate_are_grouped(run: Any) -> None:
     panels = re.findall(r"╭─ (.*?) ─", run("generate", "--help").stdout)
     assert panels == [
-        *("Model", "Prompt", "Output", "Sampling", "Length and end", "Penalties", "Where and how it runs", "Options")
+        *("Model", "Prompt", "Output", "Sampling", "Length and end", "Penalties", "Where and how it runs"),
+        *("Speculation", "Options"),
     ]
 
 

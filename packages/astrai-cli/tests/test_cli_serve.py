@@ -52,6 +52,30 @@ def test_flags_take_the_place_of_the_file(run: Any, served: list[Any], tmp_path:
     assert served[1].max_seq_len == 64 and served[1].names == ("x/y", "y")
 
 
+@pytest.mark.parametrize("yaml", ["lora: [a=one, b=dir=two]\n", "lora: {a: one, b: dir=two}\n", "lora: c=three\n"])
+def test_adapters_have_names(run: Any, served: list[Any], tmp_path: Path, yaml: str) -> None:
+    """``--lora`` is repeatable; the file has a list, a mapping, or one; room is sized by them unless it says more."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"model: here\nmax-loras: 4\n{yaml}")
+    assert run("serve", "--config", file).exit_code == 0
+    assert served[0].lora == ({"c": "three"} if "three" in yaml else {"a": "one", "b": "dir=two"})
+    assert run("serve", "--config", file, "--lora", "d=x", "--lora", "e=y", "--max-lora-rank", 32).exit_code == 0
+    assert served[1].lora == {"d": "x", "e": "y"}
+    settings = served[1].engine_settings()
+    assert (settings["max_loras"], settings["max_lora_rank"]) == (4, 32)
+
+
+def test_the_flags_of_guessing_reach_the_engine(run: Any, served: list[Any], tmp_path: Path) -> None:
+    """Issue 5, deliver 8: as flags and as keys of the file."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: here\nspeculation: draft\ndraft-model: small\nmax-draft-tokens: 3\n")
+    assert run("serve", "--config", file).exit_code == 0
+    assert run("serve", "-m", "here", "--speculation", "ngram", "--max-draft-tokens", 7).exit_code == 0
+    names = "speculation", "draft_model", "max_draft_tokens"
+    settings = [{name: each.engine_settings()[name] for name in names} for each in served]
+    assert [tuple(each.values()) for each in settings] == [("draft", "small", 3), ("ngram", None, 7)]
+
+
 @pytest.mark.parametrize(
     ("args", "yaml", "said"),
     [
@@ -60,6 +84,15 @@ def test_flags_take_the_place_of_the_file(run: Any, served: list[Any], tmp_path:
         (("-m", "x", "--tool-call-parser", "magic"), None, "--tool-call-parser: must be auto, none, hermes"),
         (("-m", "x", "--reasoning-parser", "magic"), None, "--reasoning-parser: input should be 'auto'"),
         ((), "model: x\nports: 1\n", "unknown field 'ports'"),
+        (("-m", "x", "--speculation", "magic"), None, "--speculation: input should be 'ngram' or 'draft'"),
+        (("-m", "x", "--speculation", "draft"), None, "draft_model is missing; name a small model"),
+        (("-m", "x", "--draft-model", "y"), None, "draft_model is given but speculation is None"),
+        (("-m", "x", "--lora", "dir"), None, "--lora: 'dir' is not NAME=DIRECTORY; give both"),
+        (("-m", "x", "--lora", "=dir"), None, "--lora: '=dir' is not NAME=DIRECTORY; give both"),
+        (("-m", "x", "--lora", "a=1", "--lora", "a=2"), None, "--lora: the name 'a' is given twice"),
+        (("-m", "x/y", "--lora", "y=1"), None, "lora: 'y' is a name of the model itself; give the adapter another"),
+        ((), "model: x\nlora: 3\n", "field 'lora': input should be a valid dictionary"),
+        ((), "model: x\nlora: [3]\n", "field 'lora': 3 is not NAME=DIRECTORY; give both"),
         ((), "- model\n", "must hold `flag: value` lines"),
         ((), "model: [\n", "cannot be read as YAML"),
     ],

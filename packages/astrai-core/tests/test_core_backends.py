@@ -99,6 +99,7 @@ def fake_write(
     k_norm,
     eps,
     interleaved,
+    overlap,
 ):
     """Stands in for astrai_kernels.qkv_norm_rope_write: the q part as it is, and nothing written."""
     return qkv.view(len(qkv), n_heads + 2 * n_kv_heads, -1)[:, :n_heads]
@@ -288,7 +289,7 @@ def test_the_kernels_write_keys_into_the_pool_where_the_types_allow(by_hand, ste
     k, v, metadata = cache.of(0)
     qkv, norms = torch.randn(2, 4 * 64), (torch.ones(64), torch.ones(64))
     TorchNativeBackend().qkv_norm_rope_write(qkv, spec, cache, rope, *norms)
-    given = dict(zip(("q_norm", "k_norm"), norms, strict=True)) | {"eps": 1e-5, "interleaved": True}
+    given = dict(zip(("q_norm", "k_norm"), norms, strict=True)) | {"eps": 1e-5, "interleaved": True, "overlap": True}
     given |= {"qkv": qkv, "position_ids": rope.position_ids, "cos": rope.cos, "sin": rope.sin, "k_buffer": k}
     given |= {"v_buffer": v, "out_cache_loc": metadata.out_cache_loc, "n_heads": 2, "n_kv_heads": 1}
     assert calls[0].keys() == given.keys()

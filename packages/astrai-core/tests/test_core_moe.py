@@ -1,4 +1,5 @@
-"""Experts: the balance of their load, where transformers' loss has its own; parity of logits is with the families."""
+"""Experts: the balance of their load, where transformers' loss has its own, and products that read nothing back; parity of
+logits is with the families."""
 
 from __future__ import annotations
 
@@ -6,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from astrai_core import AutoModel, ModelConfig
 from astrai_core.errors import ConfigError
-from astrai_core.model.moe import RouterStats, SparseMoE
+from astrai_core.model import moe as moe_module
+from astrai_core.model.moe import ExpertLinear, RouterStats, SparseMoE
+from astrai_core.model.transformer import CausalLM
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -94,6 +99,144 @@ def test_only_chosen_experts_learn() -> None:
     chosen = moe.gate(x[0]).topk(2, -1).indices[0].tolist()
     for stack in (moe.experts.gate_up_proj.weight, moe.experts.down_proj.weight):
         assert [bool(grad.any()) for grad in stack.grad] == [expert in chosen for expert in range(4)]
+
+
+ROUTINGS = {
+    "random": [3, 1, 4, 1, 5],
+    "none for some": [0, 6, 0, 0, 2],
+    "all to the first": [9, 0, 0, 0, 0],
+    "all to the last": [0, 0, 0, 0, 9],
+    "one token": [0, 0, 1, 0, 0],
+    "one each": [1, 1, 1, 1, 1],
+}
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def ends_of(counts: list[int]) -> torch.Tensor:
+    return torch.tensor(counts).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("counts", ROUTINGS.values(), ids=ROUTINGS)
+def test_shares_on_the_device_give_what_the_loop_gives(counts: list[int], dtype: torch.dtype) -> None:
+    """Rule 9: the grouped product, whatever the shares."""
+    linear = ExpertLinear(5, 16, {"gate_proj": 12, "up_proj": 12}).to(dtype)
+    with torch.no_grad():
+        linear.weight.normal_(generator=generator())
+        x = torch.randn(sum(counts), 16, generator=generator()).to(dtype)
+        torch.testing.assert_close(linear(x, ends_of(counts)), linear(x, counts))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("counts", [*ROUTINGS.values(), [40, 0, 7, 1, 30]], ids=[*ROUTINGS, "several pieces"])
+def test_no_product_of_deterministic_mode_has_many_rows(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """G4: torch chooses its kernel by the rows an expert; in deterministic mode they stay within one choice."""
+    monkeypatch.setattr(moe_module, "GROUPED_ROWS", 3)
+    linear = ExpertLinear(5, 16, {"down_proj": 24})
+    linear.weight.normal_(generator=generator())
+    x = torch.randn(sum(counts), 16, generator=generator())
+    product, n_rows = torch._grouped_mm, []
+
+    def recording(rows: torch.Tensor, weight: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        n_rows.append(len(rows))
+        return product(rows, weight, offs=offs)
+
+    monkeypatch.setattr(torch, "_grouped_mm", recording)
+    together = linear(x, ends_of(counts))
+    assert n_rows == [len(x)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(linear(x, ends_of(counts)), together)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert sum(n_rows[1:]) == len(x) and max(n_rows[1:]) <= 15
+
+
+def layer_of(**changes: Any) -> SparseMoE:
+    """A layer with random weights, eight experts of which some get nothing."""
+    config = ModelConfig.from_dict(CONFIG | {"num_experts": 8, "moe_intermediate_size": 16} | changes)
+    layer = SparseMoE(config, 0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(0.0, 0.3, generator=generator())
+    return layer
+
+
+SHARED = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "changes", [{"norm_topk_prob": True}, {"num_experts_per_tok": 1}, SHARED], ids=["qwen3", "one of 8", "qwen2"]
+)
+@pytest.mark.parametrize("n_tokens", [1, 3, 40])
+def test_a_layer_gives_the_same_on_both_roads(
+    n_tokens: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layer_of(**changes)
+    x = torch.randn(n_tokens, 16, generator=generator())
+    expected = layer(x)
+    monkeypatch.setattr(ExpertLinear, "can_group", True)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: pytest.fail("something is read back"))
+    torch.testing.assert_close(layer(x), expected)
+
+
+class WithoutData(TorchDispatchMode):
+    """Refuses tensors that come from the host; reading back refuses itself where there are no data."""
+
+    n_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n_ops += 1
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.dim():
+                assert arg.device.type == "meta", f"{func} reads a tensor on the host"
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{"norm_topk_prob": True}, SHARED], ids=["qwen3", "qwen2"])
+def test_a_pass_needs_no_data(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 9: no result decides a shape, nothing comes from the host and nothing goes there, as a capture wants it."""
+    layer, x = layer_of(**changes).to("meta"), torch.empty(6, 16, device="meta")
+    with WithoutData() as mode:
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+            layer(x)
+        monkeypatch.setattr(ExpertLinear, "can_group", True)
+        # Without data the grouped product has the device's contract: bf16 alone.
+        assert layer.to(torch.bfloat16)(x.to(torch.bfloat16)).shape == x.shape
+    assert mode.n_ops > 20
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "changes", "can"),
+    [
+        ((9, 0), torch.bfloat16, {}, True),
+        ((10, 0), torch.bfloat16, {}, True),
+        ((8, 0), torch.bfloat16, {}, False),
+        ((12, 0), torch.bfloat16, {}, False),
+        ((9, 0), torch.float16, {}, False),
+        ((9, 0), torch.bfloat16, {"moe_intermediate_size": 12}, False),
+        ((8, 0), torch.float16, {"mlp_only_layers": [0, 1]}, True),
+    ],
+)
+def test_a_model_says_whether_it_can_be_captured(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    changes: dict[str, Any],
+    can: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where experts' shares are read back there are no graphs; layers without experts read nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with torch.device("meta"):
+        model = CausalLM(ModelConfig.from_dict(CONFIG | {"moe_intermediate_size": 16} | changes))
+    with FakeTensorMode():
+        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=dtype, device="cuda"))
+    assert model.supports_graph is can
 
 
 @pytest.mark.parametrize(

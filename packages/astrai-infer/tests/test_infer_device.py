@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,68 +12,24 @@ from hypothesis import strategies as st
 
 from astrai_core import SamplingParams
 from astrai_core.errors import ConfigError
+from astrai_core.model.moe import ExpertLinear
 from astrai_core.model.transformer import CausalLMOutput
 from astrai_core.types import Completion, Request
-from astrai_infer import InferenceEngine
 from astrai_infer.runtime.device import DeviceExecutor
 from astrai_infer.runtime.graph import CudaGraphContext
 from astrai_infer.runtime.shapes import FEWEST_CHUNK_TOKENS, MOST_CHUNK_TOKENS, MOST_CHUNKS, Buckets, StepShape
-from astrai_infer.scheduler import InferenceScheduler
 from astrai_infer.speculation import NgramDrafter, can_verify
 from astrai_infer.task import Task
-from astrai_infer.testing import small_engine, tiny_model
-
-
-class Recorder:
-    """Stands in for graph capture: the replay calls the work again and puts its result where the first one was.
-
-    A capture runs nothing; what its call of the work did to the penalty history is undone.
-    """
-
-    def __init__(self) -> None:
-        self.executor: DeviceExecutor | None = None
-        self.n_replays = 0
-
-    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        assert self.executor is not None
-        info = self.executor.sampler.info
-        history = [table.clone() for table in info.history] if info._counts is not None else []
-        output = run()
-        for table, before in zip(info.history if history else (), history, strict=True):
-            table.copy_(before)
-        if isinstance(output, torch.Tensor):
-            output.fill_(float("nan"))
-
-        def replay() -> None:
-            self.n_replays += 1
-            result = run()
-            if isinstance(result, torch.Tensor):
-                output.copy_(result)
-
-        return replay, output
-
-
-def device_engine(capture: Recorder | None, ahead: bool = True, **config) -> InferenceEngine:
-    """An engine whose executor is the device's, with tables that follow the host's only by what a step sends along."""
-    speculation = config.pop("speculation", {})
-    engine = small_engine(tiny_model(**config.pop("model", {})), **config)
-    backend, settings = engine.scheduler.executor.backend, replace(engine.config, **speculation)
-    executor = DeviceExecutor(
-        engine.model, engine.pool, backend, settings.max_num_seqs, settings.max_batch_tokens, capture
-    )
-    if capture is not None:
-        capture.executor = executor
-    for group in engine.pool.groups:
-        group.req_to_token.table = group.req_to_token.table.clone()
-    executor.prepare()
-    engine._executor = executor
-    engine.scheduler = InferenceScheduler(settings, engine.pool, executor, engine.tasks.make)
-    if not ahead:
-        engine.scheduler._ahead = None
-    return engine
-
+from astrai_infer.testing import Recorder, device_engine, small_engine, tiny_model
 
 WINDOWED = {"model_type": "mistral", "sliding_window": 9}
+EXPERTS = {
+    "model_type": "qwen2_moe",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 
 ASKED: list[tuple[int, int, dict[str, Any]]] = [
     (3, 20, {}),
@@ -128,18 +82,21 @@ def check_equal(ours: list[Completion], theirs: list[Completion]) -> None:
         {"max_num_seqs": 3, "max_batch_tokens": 300, "page_size": 1, "prefix_cache": False},
         {"max_num_seqs": 4, "max_batch_tokens": 40, "prefix_cache": False, "model": WINDOWED},
         {"max_num_seqs": 4, "max_batch_tokens": 24, "kv_dtype": "float8_e4m3fn"},
+        {"max_num_seqs": 5, "max_batch_tokens": 24, "model": EXPERTS},
     ],
-    ids=["chunks", "preemption", "wide", "window", "fp8"],
+    ids=["chunks", "preemption", "wide", "window", "fp8", "experts"],
 )
-def test_the_road_of_the_device_gives_the_same_answers(config, how):
+def test_the_road_of_the_device_gives_the_same_answers(config, how, monkeypatch):
     """Rules 1-4, rows G4, S4-S7: padded to buckets, tokens kept on the device, tables sent as changes, one step ahead,
-    replayed: every answer and log-probability is the one of the plain executor."""
-    model = config.get("model", {})
-    plain = small_engine(tiny_model(**model), **{key: value for key, value in config.items() if key != "model"})
+    replayed: every answer and log-probability is the one of the plain executor. Experts read nothing back."""
+    config = dict(config)
+    model = tiny_model(**config.pop("model", {}))
+    plain = small_engine(model, **config)
     table = GROWING + ASKED[5:] if "n_pages" in config else ASKED
     expected = plain.scheduler.run_batch(asked(table))
+    monkeypatch.setattr(ExpertLinear, "can_group", True)
     recorder = Recorder() if how == "captured" else None
-    engine = device_engine(recorder, ahead=how != "in turn", **config)
+    engine = device_engine(model, recorder, ahead=how != "in turn", **config)
     for _ in range(2 if recorder else 1):
         check_equal(engine.scheduler.run_batch(asked(table)), expected)
         engine.pool.clear_prefix_cache()
@@ -185,12 +142,13 @@ class Oracle(NgramDrafter):
 )
 def test_guessing_changes_no_token(config, captured):
     """Speculation: greedy or drawn, penalised or not, alone or among others, every answer is the one without it."""
-    model = config.get("model", {})
-    plain = small_engine(tiny_model(**model), **{key: value for key, value in config.items() if key != "model"})
+    config = dict(config)
+    model = tiny_model(**config.pop("model", {}))
+    plain = small_engine(model, **config)
     table = GROWING + [(length, 40, params) for length, _, params in ASKED[3:7]]
     expected = plain.scheduler.run_batch(asked(table))
-    engine = device_engine(Recorder() if captured else None, speculation=SPECULATION, **config)
-    engine.scheduler._drafter = drafter = Oracle({c.request_id: c.token_ids for c in expected})
+    engine = device_engine(model, Recorder() if captured else None, **SPECULATION, **config)
+    engine.scheduler.drafter = drafter = Oracle({c.request_id: c.token_ids for c in expected})
     check_equal(engine.scheduler.run_batch(asked(table)), expected)
     assert engine.pool.n_used == 0
     assert len(drafter.guessed) == 6, "requests with penalties and rules are the only ones without guesses"
@@ -199,7 +157,7 @@ def test_guessing_changes_no_token(config, captured):
 
 def test_right_guesses_save_steps_and_wrong_ones_give_their_slots_back():
     """A text that repeats itself comes several tokens a step; now and then it changes its mind."""
-    engine = device_engine(None, speculation=SPECULATION, max_num_seqs=8, max_batch_tokens=32)
+    engine = device_engine(tiny_model(), None, **SPECULATION, max_num_seqs=8, max_batch_tokens=32)
     phrase = list(b"the cat sat on the mat and the dog sat on the log; ")
 
     def parrot(input_ids, position_ids, cache, backend, logit_rows=None):
@@ -228,7 +186,7 @@ def test_right_guesses_save_steps_and_wrong_ones_give_their_slots_back():
 
 def test_every_tensor_of_a_shape_stays_where_it_is():
     """W1: whatever the batch, a shape's step reads and writes the same memory, so that it can be replayed."""
-    engine = device_engine(None, max_num_seqs=4, max_batch_tokens=16)
+    engine = device_engine(tiny_model(), None, max_num_seqs=4, max_batch_tokens=16)
     forward, found = engine.model.forward_paged, {}
 
     def recording(input_ids, position_ids, cache, backend, logit_rows):
@@ -252,7 +210,7 @@ def test_every_tensor_of_a_shape_stays_where_it_is():
 
 def test_padding_touches_the_scratch_slots_alone():
     """Rule 9: a step writes the slots of its own tokens and the scratch slots, in decode and mixed shapes."""
-    engine = device_engine(None, max_num_seqs=7, max_batch_tokens=64)
+    engine = device_engine(tiny_model(), None, max_num_seqs=7, max_batch_tokens=64)
     (group,) = engine.pool.groups
     last_page_end = group.allocator.n_pages * engine.pool.page_size
     executor = engine.scheduler.executor
@@ -353,16 +311,17 @@ def test_graphs_cannot_be_had_on_a_cpu():
     """Strict: what was asked for by name is refused where it cannot be."""
     with pytest.raises(ConfigError, match="cuda_graphs is True but the model is on a CPU; leave it out"):
         small_engine(tiny_model(), cuda_graphs=True)
-    for asked_for in ({"speculation": "ngram"}, {"deterministic": True}):
-        with pytest.raises(ConfigError, match="needs a CUDA device and the backend cuda; leave it out"):
-            small_engine(tiny_model(), **asked_for)
+    with pytest.raises(ConfigError, match="needs a CUDA device and the backend cuda; leave it out"):
+        small_engine(tiny_model(), deterministic=True)
+    with pytest.raises(ConfigError, match="step_kernel is True but it needs a CUDA device and the backend cuda; leave"):
+        small_engine(tiny_model(), step_kernel=True)
     assert not isinstance(small_engine(tiny_model(), cuda_graphs=False).scheduler.executor, DeviceExecutor)
 
 
 def test_sleep_and_new_weights_land_what_is_under_way():
     """Rules 8 and 12: between steps nothing is in flight, graphs are made anew, and answers go on as they would have."""
     recorder = Recorder()
-    engine = device_engine(recorder, max_num_seqs=4, max_batch_tokens=24)
+    engine = device_engine(tiny_model(), recorder, max_num_seqs=4, max_batch_tokens=24)
     expected = engine.scheduler.run_batch(asked()[:3])
     told: list[Any] = []
     for request in asked()[:3]:

@@ -12,7 +12,8 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from astrai_infer.cache.allocator import PageAllocator
-from astrai_infer.cache.pool import SCRATCH_SLOTS, PagePool
+from astrai_infer.cache.groups import SCRATCH_SLOTS
+from astrai_infer.cache.pool import PagePool
 from astrai_infer.cache.storage import KVSpec
 from astrai_infer.runtime.workspace import Buffer, InferenceWorkspace
 from astrai_infer.testing.models import tiny_config
@@ -172,7 +173,7 @@ def test_steady_steps_equal_fresh_ones(steps):
             subject.extend(rows[which], n)
         chosen, counts = [rows[which] for which in q_lens], list(q_lens.values())
         lens = [subject.length(row) for row in chosen]
-        steady += subject._bound.is_steady_increment(chosen, lens, set(counts) == {1})
+        steady += workspace.bound.is_steady_increment(chosen, lens, set(counts) == {1})
         got = subject.bind_tasks(chosen, counts, workspace).groups[0]
         assert got.seq_lens.tolist() == lens
         assert got.req_indices.tolist() == chosen

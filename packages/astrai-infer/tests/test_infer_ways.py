@@ -17,6 +17,13 @@ FAMILIES = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
 }
 WAYS = {
     "batched": {"max_num_seqs": 4},

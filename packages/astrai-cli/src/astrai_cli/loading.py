@@ -46,7 +46,13 @@ def check_sampling(flags: Mapping[str, Any]) -> None:
 
 
 def open_engine(
-    model: str, load: LoadOptions, *, needs_template: bool, max_num_seqs: int = 1, max_waiting: int = 1
+    model: str,
+    load: LoadOptions,
+    *,
+    needs_template: bool,
+    max_num_seqs: int = 1,
+    max_waiting: int = 1,
+    speculation: Mapping[str, Any] | None = None,
 ) -> InferenceEngine:
     """Load a model and build its engine; flags that cannot be met are refused before the weights are read.
 
@@ -56,6 +62,8 @@ def open_engine(
         Refuse a model without a chat template.
     max_num_seqs, max_waiting
         Of :class:`astrai_infer.EngineConfig`.
+    speculation
+        Those of its fields that :func:`astrai_cli.options.speculation_options` gives.
 
     Raises
     ------
@@ -73,6 +81,7 @@ def open_engine(
         from astrai_core.auto import load_model, resolve_device, resolve_dtype
         from astrai_core.checkpoint.source import open_source
         from astrai_infer import EngineConfig, InferenceEngine
+        from astrai_infer.draft_model import open_draft
 
         source = open_source(model)
         config = source.config()
@@ -83,7 +92,7 @@ def open_engine(
                 dtype = resolve_dtype(load.dtype, config, device)
                 resolve_backend(load.backend, device, config.head_dim, dtype)
         context = config.max_position_embeddings
-        with blame("--max-seq-len", ConfigError):
+        with blame(None, ConfigError):
             settings = EngineConfig.from_dict(
                 {
                     "max_seq_len": load.max_seq_len,
@@ -91,8 +100,10 @@ def open_engine(
                     "max_waiting": max_waiting,
                     "backend": load.backend,
                     "seed": secrets.randbits(63),
+                    **(speculation or {}),
                 }
             )
+        with blame("--max-seq-len", ConfigError):
             if (load.max_seq_len or 0) > context:
                 raise ConfigError(f"{load.max_seq_len} is more than the model's context of {context} tokens; lower it")
         tokenizer = source.tokenizer()
@@ -100,6 +111,8 @@ def open_engine(
             raise ChatTemplateError(
                 f"{model}: the tokenizer has no chat template; use `astrai generate --raw`, which sends text as it is"
             )
+        with blame("--draft-model", ConfigError):
+            open_draft(settings, config, tokenizer)
         weights = load_model(source, load.dtype, device)
         engine = InferenceEngine(weights, tokenizer, settings, generation_config=source.generation_config(), name=model)
     if not engine.eos_ids:

@@ -18,7 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16")
 """What :func:`astrai_core.auto.resolve_dtype` takes."""
 
 MODEL_PANEL, WEIGHTS_PANEL, SAMPLING_PANEL = "Model", "Where and how it runs", "Sampling"
-LENGTH_PANEL, PENALTY_PANEL = "Length and end", "Penalties"
+LENGTH_PANEL, PENALTY_PANEL, SPECULATION_PANEL = "Length and end", "Penalties", "Speculation"
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -43,6 +43,28 @@ class LoadOptions:
     backend: str | None
     max_seq_len: int | None
 
+
+# (flags, type, metavar, help); what is legal is checked by the engine's or the server's config alone.
+SPECULATION: tuple[tuple[tuple[str, ...], Any, str, str], ...] = (
+    (
+        ("--speculation",),
+        str,
+        "NAME",
+        "Guess several tokens and check them in one step, which changes no text: ngram, or draft with --draft-model.",
+    ),
+    (
+        ("--draft-model",),
+        ModelName(),
+        "MODEL",
+        "A small model of the same vocabulary that guesses, for --speculation draft.",
+    ),
+    (
+        ("--max-draft-tokens",),
+        int,
+        "N",
+        "Most guesses for a completion in a step (vLLM: num_speculative_tokens).  [default: 5]",
+    ),
+)
 
 debug_option = click.option(
     "--debug",
@@ -107,6 +129,22 @@ def load_options(command: Callable[..., Any]) -> Callable[..., Any]:
             panel=WEIGHTS_PANEL,
             help="Longest prompt and completion together, in tokens; by default the model's context.",
         ),
+    )
+    return stack(flags, collected)
+
+
+def speculation_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags of speculative decoding; those that were given arrive as ``speculation``, a dict of EngineConfig's
+    fields."""
+
+    @functools.wraps(command)
+    def collected(**values: Any) -> Any:
+        given = {name: values.pop(name) for name in ("speculation", "draft_model", "max_draft_tokens")}
+        return command(speculation={name: value for name, value in given.items() if value is not None}, **values)
+
+    flags = (
+        click.option(*names, type=kind, metavar=metavar, panel=SPECULATION_PANEL, help=text, show_default=False)
+        for names, kind, metavar, text in SPECULATION
     )
     return stack(flags, collected)
 

@@ -171,6 +171,8 @@ class Request(BaseConfig):
     request_id: str = ""
     priority: int = 0
     """Smaller is served first; equal priorities in order of arrival."""
+    adapter: str | None = None
+    """Name of the adapter that it is computed with; None is the model itself."""
 
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)

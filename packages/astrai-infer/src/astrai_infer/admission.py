@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from astrai_core.errors import RequestError
 from astrai_core.tokenizer.tokenizer import Tokenizer
@@ -14,6 +14,9 @@ from astrai_infer.call import Message, Prompt, is_conversation
 from astrai_infer.sampling.grammar import Grammar, GrammarCompiler
 from astrai_infer.task import Delta, Task
 from astrai_infer.text.detokenize import TextStream
+
+if TYPE_CHECKING:
+    from astrai_infer.adapters import Adapter, AdapterTable
 
 
 class TaskFactory:
@@ -31,6 +34,8 @@ class TaskFactory:
         Seeds the requests that bring none.
     grammars
         For requests with structured output; without it they are refused.
+    adapters
+        For requests that name one; without it they are refused.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class TaskFactory:
         capacity: int,
         seed: int,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -51,6 +57,7 @@ class TaskFactory:
         self._capacity = capacity
         self._seeds = random.Random(seed)
         self._grammars = grammars
+        self._adapters = adapters
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Turn one prompt into token ids: text as it is, a conversation through the chat template.
@@ -83,6 +90,7 @@ class TaskFactory:
                 f"prompt has {len(prompt)} tokens, max_seq_len is {self._max_seq_len} for prompt and completion; "
                 "shorten the prompt or raise max_seq_len"
             )
+        adapter = self._adapter(request.adapter)
         eos = frozenset() if params.ignore_eos else self._eos_ids
         grammar = self._grammar(params)
         tasks: list[Task] = []
@@ -101,6 +109,7 @@ class TaskFactory:
                 priority=request.priority,
                 first=tasks[0] if tasks else None,
                 grammar=grammar if grammar is None or not index else grammar.copy(),
+                adapter=adapter,
             )
             tasks.append(task)
         return tasks
@@ -118,6 +127,13 @@ class TaskFactory:
             if ids and not (min(ids) >= 0 and max(ids) < vocab):
                 bad = next(i for i in ids if not 0 <= i < vocab)
                 raise RequestError(f"{field}: token id {bad} is outside the vocabulary of {vocab}; correct it")
+
+    def _adapter(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        if self._adapters is None:
+            raise RequestError(f"adapter {name!r}: this engine serves none; leave it out")
+        return self._adapters.find(name)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         if params.structured is None:

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from astrai_core.model.transformer import CausalLM
 from astrai_core.types import Request, SamplingParams
 from astrai_infer.config import EngineConfig
 from astrai_infer.engine import InferenceEngine
+from astrai_infer.task import Task
 from astrai_infer.testing import byte_tokenizer
 
 PRESET: dict[str, Any] = {
@@ -120,20 +121,39 @@ class EngineBench:
         Weights to measure.
     backend
         Attention backend by name; None picks by priority.
+    speculation
+        Fields of :class:`~astrai_infer.config.EngineConfig` that say how it guesses; every sequence has room for all of its
+        guesses. The prompts are random, so what comes of it depends on the model alone.
+    draft_model
+        A loaded draft model.
     """
 
-    def __init__(self, model: CausalLM, backend: str | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: str | None = None,
+        speculation: Mapping[str, Any] | None = None,
+        draft_model: CausalLM | None = None,
+    ) -> None:
         self.model = model
         self.backend = backend
+        self.speculation = dict(speculation or {})
+        self.draft_model = draft_model
 
     def decode(self, batch: int, prompt_len: int, new_tokens: int, trials: int) -> Measurement:
         """Time `trials` stretches of `new_tokens` steps after the prompts are in."""
         # An engine that runs ahead has a token more on its way than it tells of.
         total_len = prompt_len + WARM_STEPS + new_tokens * trials + 2
+        if self.speculation:  # whose guesses are right is ahead of the others
+            total_len += new_tokens * trials
         engine = self._engine(batch, prompt_len, total_len)
         step = self._submit(engine, batch, prompt_len, total_len - prompt_len)
         while any(task.output_len < WARM_STEPS for task in engine.scheduler.running) or engine.scheduler.n_steps == 0:
             step()
+        if self.speculation:
+            tasks = engine.scheduler.running.copy()
+            stretches = [self._until(tasks, batch * new_tokens, step) for _ in range(trials)]
+            return Measurement.of("decode", "astrai", batch, prompt_len, new_tokens, stretches)
         seconds = [self._timed(lambda: [step() for _ in range(new_tokens)]) for _ in range(trials)]
         kv_len = prompt_len + WARM_STEPS + new_tokens * trials / 2
         limit = batch * copy_rate(self.model.device) / step_bytes(engine, batch, kv_len)
@@ -156,15 +176,31 @@ class EngineBench:
                 seconds.append(elapsed)
         return Measurement.of("prefill", "astrai", batch, prompt_len, 1, seconds)
 
+    def _until(self, tasks: list[Task], n_tokens: int, step: Callable[[], bool]) -> float:
+        """Step until the tasks have so many tokens more, or have ended; return the seconds that so many take."""
+        before = sum(task.output_len for task in tasks)
+        got = 0
+
+        def run() -> None:
+            nonlocal got
+            while got < n_tokens and step():
+                got = sum(task.output_len for task in tasks) - before
+
+        return self._timed(run) * n_tokens / got
+
     def _engine(self, batch: int, prompt_len: int, total_len: int) -> InferenceEngine:
+        guesses = EngineConfig.from_dict(self.speculation)
+        n_rows = batch if guesses.speculation is None else batch * (1 + guesses.max_draft_tokens)
         config = EngineConfig(
-            max_num_seqs=batch,
+            max_num_seqs=n_rows,
             max_seq_len=total_len + 1,
-            max_batch_tokens=max(batch * prompt_len, batch),
+            max_batch_tokens=max(batch * prompt_len, n_rows),
             backend=self.backend,
             prefix_cache=False,
+            speculation=guesses.speculation,
+            max_draft_tokens=guesses.max_draft_tokens,
         )
-        return InferenceEngine(self.model, byte_tokenizer(), config)
+        return InferenceEngine(self.model, byte_tokenizer(), config, draft_model=self.draft_model)
 
     def _submit(self, engine: InferenceEngine, batch: int, prompt_len: int, max_tokens: int) -> Callable[[], bool]:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

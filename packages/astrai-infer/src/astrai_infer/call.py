@@ -15,6 +15,8 @@ Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
 """Plain text, a conversation (its template is applied), or token ids."""
 Prompts: TypeAlias = Prompt | Sequence[Prompt]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+AdapterNames: TypeAlias = str | Sequence[str | None] | None
+"""Of one adapter for all prompts, or of one for each; None is the model itself."""
 Result: TypeAlias = Completion | list[Completion]
 """One completion, or the n choices of a prompt with ``n > 1``."""
 
@@ -65,6 +67,16 @@ def params_for(params: Any, n_prompts: int) -> list[SamplingParams]:
     listed = list(params)
     if len(listed) != n_prompts:
         raise RequestError(f"{len(listed)} SamplingParams for {n_prompts} prompts; give one, or one for each")
+    return listed
+
+
+def adapters_for(adapter: AdapterNames, n_prompts: int) -> list[str | None]:
+    """One name of an adapter per prompt, or None for the model itself, from one or a list."""
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * n_prompts
+    listed = list(adapter)
+    if len(listed) != n_prompts:
+        raise RequestError(f"{len(listed)} adapters for {n_prompts} prompts; give one, or one for each")
     return listed
 
 

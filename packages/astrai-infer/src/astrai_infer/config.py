@@ -8,6 +8,10 @@ from pydantic import Field, model_validator
 
 from astrai_core.config.base import CONFIG, BaseConfig, dataclass
 
+LORA_RANKS = (8, 16, 32, 64)
+DEFAULT_LORA_RANK = 16
+"""Legal values of ``max_lora_rank``, and what it is where nothing says more."""
+
 
 @dataclass(frozen=True, kw_only=True, config=CONFIG)
 class EngineConfig(BaseConfig):
@@ -43,20 +47,42 @@ class EngineConfig(BaseConfig):
     """Sum in an order that depends on a request alone, so that its tokens do not depend bit by bit on what runs beside it,
     on how its prompt is cut, or on graphs. On a CUDA device with the backend cuda only; a tenth slower. What is recomputed
     after a preemption is summed as a prompt is."""
-    speculation: Literal["ngram"] | None = None
+    speculation: Literal["ngram", "draft"] | None = None
     """Guess what comes next and check several guesses in one step, which changes no token. "ngram": what followed the same
-    tokens earlier in the prompt or the answer; for text that repeats itself, with few requests at a time."""
+    tokens earlier in the prompt or the answer; for text that repeats itself. "draft": what a small model says. Both are
+    for few requests at a time."""
+    draft_model: str | None = None
+    """The small model of "draft": a directory, a .gguf file, a Hugging Face id or ``smollm2``, of the same vocabulary."""
     max_draft_tokens: int = Field(default=5, ge=1, le=31)
-    """Most guesses for a request in a step."""
+    """Most guesses for a request in a step; each request has its own number up to that, by how its guesses went."""
+    max_loras: int | None = Field(default=None, ge=0, le=1024)
+    """Adapters that there is room for beside the model, of the projections of every layer; None: as many as are given at
+    the start. Without any, steps are what they are without adapters."""
+    max_lora_rank: Literal[8, 16, 32, 64] | None = None
+    """Largest rank of an adapter, to which all are padded; None: that of the adapters given at the start, else 16."""
     backend: str | None = None
     """Attention backend by name; None picks by priority (see ``ASTR_BACKEND``)."""
     cuda_graphs: bool | None = None
     """Capture steps once and replay them. None: on a CUDA device, if the backend allows it; True: refuse to start where it
     cannot be done."""
+    step_kernel: bool = False
+    """Decode up to eight requests by one kernel that stays on the device for all layers of a step. For dense models with
+    heads of 64 or 128 on the backend cuda, without adapters, an e4m3 cache or deterministic mode. Off by default: not
+    measured yet."""
     pack_weights: bool = True
     """On a CPU with room for it, keep a second copy of fp32 weights in the layout that decoding reads fastest."""
     seed: int = Field(default=0, ge=0)
     """Seeds the requests that bring no seed of their own."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of a step without chunks: running requests, and guesses. A request alone has room for all of its guesses."""
+        return max(self.max_num_seqs, 0 if self.speculation is None else 1 + self.max_draft_tokens)
+
+    @model_validator(mode="after")
+    def _draft_model_is_used(self) -> Self:
+        check_draft(self.speculation, self.draft_model)
+        return self
 
     @model_validator(mode="after")
     def _budget_covers_decodes(self) -> Self:
@@ -66,3 +92,11 @@ class EngineConfig(BaseConfig):
                 "or decoding requests would starve"
             )
         return self
+
+
+def check_draft(speculation: str | None, draft_model: str | None) -> None:
+    """Raise ValueError if a draft model is named that would not be used."""
+    if draft_model is not None and speculation != "draft":
+        raise ValueError(
+            f"draft_model is given but speculation is {speculation!r}; set speculation to 'draft', or leave it out"
+        )

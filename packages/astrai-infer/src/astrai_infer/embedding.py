@@ -15,7 +15,9 @@ Pooling = Literal["mean", "last"]
 
 
 @torch.inference_mode()
-def embed(engine: InferenceEngine, prompts: Sequence[Sequence[int]], pooling: Pooling) -> list[list[float]]:
+def embed(
+    engine: InferenceEngine, prompts: Sequence[Sequence[int]], pooling: Pooling, adapter: str | None = None
+) -> list[list[float]]:
     """Return one vector of length 1 for each prompt.
 
     Each prompt is computed by itself between two steps, so that running completions wait for one prompt at most and a
@@ -27,6 +29,8 @@ def embed(engine: InferenceEngine, prompts: Sequence[Sequence[int]], pooling: Po
         Token ids.
     pooling
         "mean" over the prompt's hidden states after the final norm, or that of the "last" token.
+    adapter
+        Name of the adapter to compute them with; None: the model itself.
 
     Returns
     -------
@@ -35,7 +39,7 @@ def embed(engine: InferenceEngine, prompts: Sequence[Sequence[int]], pooling: Po
     Raises
     ------
     RequestError
-        If a prompt is empty, too long, or holds an id outside the vocabulary.
+        If a prompt is empty, too long, or holds an id outside the vocabulary; if the adapter is not loaded.
     """
     model, vocab = engine.model, engine.model.config.vocab_size
     for i, ids in enumerate(prompts):
@@ -47,7 +51,7 @@ def embed(engine: InferenceEngine, prompts: Sequence[Sequence[int]], pooling: Po
             raise RequestError(f"input[{i}]: a token id is outside the vocabulary of {vocab}; correct it")
     vectors = []
     for ids in prompts:
-        with engine.scheduler.between_steps(recompute=False):
+        with engine.scheduler.between_steps(recompute=False), engine.adapters.applied(adapter, len(ids)):
             hidden = model.hidden_states(torch.tensor([ids], device=model.device))[0].float()
         pooled = hidden.mean(0) if pooling == "mean" else hidden[-1]
         vectors.append(normalize(pooled, dim=0).tolist())

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Self
 
 import torch
 
 from astrai_core.attention.backend import resolve_backend
 from astrai_core.auto import load_model, resolve_device, resolve_dtype
+from astrai_core.checkpoint.adapter import AdapterFiles
 from astrai_core.checkpoint.hf_adapter import load_tensors
 from astrai_core.checkpoint.source import open_source
-from astrai_core.errors import AstraiError, ConfigError, EngineError
+from astrai_core.errors import ConfigError, EngineError
 from astrai_core.model.transformer import CausalLM
 from astrai_core.tokenizer.tokenizer import Tokenizer
 from astrai_core.types import Request
+from astrai_infer.adapters import open_adapters, read_adapters
 from astrai_infer.admission import TaskFactory
 from astrai_infer.cache.sizing import can_hold_packed, context_len, resolve_kv_dtype
-from astrai_infer.call import Call, Params, Prompt, Prompts, Result, as_ids, is_list_of_prompts, params_for, refusal
+from astrai_infer.call import Prompt, as_ids
 from astrai_infer.config import EngineConfig
+from astrai_infer.draft_model import open_draft, resolve_draft
+from astrai_infer.generation import PromptFront
 from astrai_infer.metrics import Health
 from astrai_infer.runtime.build import build_runtime
 from astrai_infer.sampling.grammar import GrammarCompiler
@@ -32,7 +33,7 @@ from astrai_infer.scheduler import InferenceScheduler
 from astrai_infer.task import Delta
 
 
-class InferenceEngine:
+class InferenceEngine(PromptFront):
     """Continuous batching over one model.
 
     Usable from many threads and from asyncio. A background thread steps while requests are live; it starts with the
@@ -50,9 +51,13 @@ class InferenceEngine:
         *,
         generation_config: Mapping[str, Any] | None = None,
         name: str = "",
+        adapters: Mapping[str, str | Path | AdapterFiles] | None = None,
+        draft_model: CausalLM | None = None,
     ) -> None:
+        super().__init__()
         self.config = config or EngineConfig()
         self.model = model
+        draft = resolve_draft(self.config, model, tokenizer, draft_model)
         self.tokenizer = tokenizer
         tokenizer.stream_decoder()  # its table is built now, not in the first request
         self.name = name
@@ -63,7 +68,14 @@ class InferenceEngine:
         self._packs = self.config.pack_weights and can_hold_packed(model)
         if self._packs:
             model.pack_weights()
-        runtime = build_runtime(model, self.config)
+            if draft is not None:
+                draft.pack_weights()
+        self.adapters = open_adapters(model, self.config, read_adapters(adapters or {}))
+        try:
+            runtime = build_runtime(model, self.config, self.adapters.slots, draft)
+        except BaseException:
+            self.adapters.close()
+            raise
         self.pool = runtime.pool
         self.max_seq_len = runtime.plan.max_seq_len
         self.tasks = TaskFactory(
@@ -74,10 +86,10 @@ class InferenceEngine:
             capacity=self.pool.capacity,
             seed=self.config.seed,
             grammars=GrammarCompiler(tokenizer, model.config.vocab_size, self.eos_ids),
+            adapters=self.adapters,
         )
         self._executor = runtime.executor
         self.scheduler = InferenceScheduler(self.config, self.pool, self._executor, self.tasks.make)
-        self._request_numbers = itertools.count(1)
         self._thread: threading.Thread | None = None
         self._closed = False
         self._weights_whole = True
@@ -88,6 +100,8 @@ class InferenceEngine:
         model: str | Path,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        *,
+        adapters: Mapping[str, str | Path] | None = None,
         **config: Any,
     ) -> Self:
         """Load a model and build an engine for it.
@@ -98,6 +112,8 @@ class InferenceEngine:
             A directory, a .gguf file, a Hugging Face id, or ``smollm2``.
         device, dtype
             See :class:`astrai_core.AutoModel`.
+        adapters
+            Name -> directory of a PEFT adapter that requests can ask for; see :meth:`load_adapter`.
         **config
             Fields of :class:`~astrai_infer.config.EngineConfig`.
         """
@@ -105,65 +121,15 @@ class InferenceEngine:
         source = open_source(model)
         architecture = source.config()
         context_len(architecture, settings)  # what was asked for is checked before the weights take their time
+        found = read_adapters(adapters or {})
         place = resolve_device(device)
         wanted = resolve_dtype(dtype, architecture, place)
         resolve_backend(settings.backend, place, architecture.head_dim, wanted, resolve_kv_dtype(settings, wanted))
         tokenizer = source.tokenizer()
+        open_draft(settings, architecture, tokenizer)
         weights = load_model(source, dtype, device)
-        return cls(weights, tokenizer, settings, generation_config=source.generation_config(), name=str(model))
-
-    @overload
-    def generate(self, prompts: Prompts, params: Params = None, *, stream: Literal[True]) -> Iterator[Delta]: ...
-    @overload
-    def generate(
-        self, prompts: Prompts, params: Params = None, *, stream: Literal[False] = False
-    ) -> Result | list[Result]: ...
-    def generate(
-        self, prompts: Prompts, params: Params = None, *, stream: bool = False
-    ) -> Result | list[Result] | Iterator[Delta]:
-        """Complete one prompt or many.
-
-        Parameters
-        ----------
-        prompts
-            Text, a conversation, token ids, or a list of these.
-        params
-            For all prompts, or a list with one entry per prompt.
-        stream
-            Return an iterator of :class:`~astrai_infer.task.Delta`; the last delta of each choice carries the
-            completion. Dropping the iterator aborts what is left.
-
-        Returns
-        -------
-        A completion per prompt (a list of n of them where ``params.n > 1``): one result for one prompt, a list for a
-        list. In a list, a prompt that cannot be served yields a completion with ``finish_reason == "error"``.
-
-        Raises
-        ------
-        RequestError
-            If a single prompt is malformed or does not fit.
-        EngineError
-            If the engine failed.
-        """
-        inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        call = self._start(prompts, params, inbox.put)
-        deltas = self._drain(call, inbox)
-        return deltas if stream else call.results(list(deltas))
-
-    @overload
-    def generate_async(
-        self, prompts: Prompts, params: Params = None, *, stream: Literal[True]
-    ) -> AsyncIterator[Delta]: ...
-    @overload
-    def generate_async(
-        self, prompts: Prompts, params: Params = None, *, stream: Literal[False] = False
-    ) -> Awaitable[Result | list[Result]]: ...
-    def generate_async(
-        self, prompts: Prompts, params: Params = None, *, stream: bool = False
-    ) -> Awaitable[Result | list[Result]] | AsyncIterator[Delta]:
-        """Do the same for asyncio: await the result, or iterate with ``async for`` when streaming."""
-        deltas = self._stream_async(prompts, params)
-        return deltas if stream else self._collect_async(prompts, params)
+        defaults = source.generation_config()
+        return cls(weights, tokenizer, settings, generation_config=defaults, name=str(model), adapters=found)
 
     def submit(self, request: Request, deliver: Callable[[Delta], None], prompt_index: int = 0) -> None:
         """Queue one request and return; `deliver` gets its deltas, in the thread that steps.
@@ -175,7 +141,7 @@ class InferenceEngine:
         EngineError
             If the engine is closed, or its weights are half updated.
         """
-        self._check_alive()
+        self.check_alive()
         self.scheduler.submit(self.tasks.make(request, deliver, prompt_index=prompt_index))
         self._ensure_running()
 
@@ -186,6 +152,7 @@ class InferenceEngine:
     def health(self) -> Health:
         """Describe what the engine is doing now; any thread may ask at any time, also during a step."""
         scheduler, pool = self.scheduler, self.pool
+        counts = None if scheduler.drafter is None else scheduler.drafter.counts
         return Health(
             status="stopped" if self._closed else "paused" if scheduler.paused else "ok",
             n_running=len(scheduler.running),
@@ -197,6 +164,9 @@ class InferenceEngine:
             n_pages_cached=pool.n_cached,
             n_pages_used=pool.n_used,
             weight_version=scheduler.weight_version,
+            n_drafts=0 if counts is None else counts.n_drafts,
+            n_drafted=0 if counts is None else counts.n_drafted,
+            n_accepted=0 if counts is None else counts.n_accepted,
         )
 
     def pause(self) -> None:
@@ -247,6 +217,36 @@ class InferenceEngine:
             self.scheduler.weight_version = version
             self._weights_whole = True
 
+    def load_adapter(self, name: str, directory: str | Path) -> None:
+        """Let requests ask for one more adapter; the weights stay as they are, and what runs goes on.
+
+        Parameters
+        ----------
+        directory
+            Of PEFT's, for this model.
+
+        Raises
+        ------
+        CheckpointError, ConfigError
+            If it is damaged or does not fit the model, or the engine has no room for adapters (``max_loras``).
+        RequestError
+            If the name is taken, or every slot.
+        """
+        prepared, scheduler = self.adapters.prepare(name, directory), self.scheduler
+        with scheduler.between_steps(recompute=False), scheduler.work:
+            self.adapters.put(prepared, [task.adapter for task in scheduler.alive() if task.adapter is not None])
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse new requests for an adapter; those that have it finish with it, and then its slot is free.
+
+        Raises
+        ------
+        RequestError
+            If it is not loaded.
+        """
+        with self.scheduler.work:
+            self.adapters.remove(name)
+
     def close(self) -> None:
         """Stop the background thread and end what is still running with an error. Idempotent."""
         with self.scheduler.work:
@@ -255,6 +255,7 @@ class InferenceEngine:
         if self._thread is not None:
             self._thread.join()
         self.scheduler.fail_all("the engine was closed")
+        self.adapters.close()
 
     def __enter__(self) -> Self:
         return self
@@ -268,63 +269,12 @@ class InferenceEngine:
         """Turn one prompt into token ids; see :meth:`TaskFactory.encode`."""
         return self.tasks.encode(prompt)
 
-    def _start(self, prompts: Any, params: Any, deliver: Callable[[Delta], None]) -> Call:
-        """Queue all prompts of a call; a list's bad prompts are answered at once with an error completion."""
-        self._check_alive()
-        single = not is_list_of_prompts(prompts)
-        listed: list[Prompt] = [prompts] if single else list(prompts)
-        each = params_for(params, len(listed))
-        call = Call(single, [p.n for p in each])
-        for i, (prompt, sampling) in enumerate(zip(listed, each, strict=True)):
-            request_id = f"req-{next(self._request_numbers)}"
-            call.request_ids.append(request_id)
-            try:
-                request = Request(prompt_token_ids=tuple(self.encode(prompt)), params=sampling, request_id=request_id)
-                self.submit(request, deliver, i)
-            except AstraiError as error:
-                if single:
-                    raise
-                for choice in range(sampling.n):
-                    deliver(refusal(str(error), request_id, choice, i))
-        return call
-
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise EngineError if the engine is closed, or its weights are half updated."""
         if self._closed:
             raise EngineError("the engine is closed; create a new one")
         if not self._weights_whole:
             raise EngineError("the last update_weights failed half way; update the weights again")
-
-    def _drain(self, call: Call, inbox: queue.SimpleQueue[Delta]) -> Iterator[Delta]:
-        try:
-            while call.n_open:
-                yield call.take(inbox.get())
-        finally:
-            self._abandon(call)
-
-    async def _stream_async(self, prompts: Any, params: Any) -> AsyncIterator[Delta]:
-        loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[Delta] = asyncio.Queue()
-
-        def deliver(delta: Delta) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(inbox.put_nowait, delta)
-
-        call = await asyncio.to_thread(self._start, prompts, params, deliver)
-        try:
-            while call.n_open:
-                yield call.take(await inbox.get())
-        finally:
-            self._abandon(call)
-
-    async def _collect_async(self, prompts: Any, params: Any) -> Result | list[Result]:
-        each = params_for(params, len(prompts) if is_list_of_prompts(prompts) else 1)
-        shape = Call(not is_list_of_prompts(prompts), [p.n for p in each])
-        return shape.results([delta async for delta in self._stream_async(prompts, params)])
-
-    def _abandon(self, call: Call) -> None:
-        if call.n_open:
-            for request_id in call.request_ids:
-                self.scheduler.abort(request_id)
 
     def _ensure_running(self) -> None:
         with self.scheduler.work:

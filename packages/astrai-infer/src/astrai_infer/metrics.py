@@ -23,3 +23,9 @@ class Health:
     n_pages_used: int
     """Pages are counted over all groups of layers; the three add up to the pages that there are."""
     weight_version: int
+    n_drafts: int = 0
+    """Times that a request had guesses in a step; with every one it got a token, and another for each right guess."""
+    n_drafted: int = 0
+    """Tokens guessed."""
+    n_accepted: int = 0
+    """Tokens guessed right."""

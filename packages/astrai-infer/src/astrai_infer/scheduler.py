@@ -24,7 +24,7 @@ from astrai_infer.config import EngineConfig
 from astrai_infer.outcome import advance, deliver
 from astrai_infer.queue import TaskQueue
 from astrai_infer.seams import AheadRunner, Launched, Pool, StepRunner
-from astrai_infer.speculation import NgramDrafter
+from astrai_infer.speculation import make_drafter
 from astrai_infer.task import Batch, BatchItem, Delta, Task
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ class InferenceScheduler:
         """In the order in which they are served; the last is preempted first."""
         self._left = False
         """Whether a task lost its row since the step was begun to be chosen."""
-        self._drafter = NgramDrafter(config.max_draft_tokens) if config.speculation == "ngram" else None
+        self.drafter = make_drafter(config)
         # Whether guesses were right decides what comes next, so a step that verifies is read before the next is chosen.
-        self._ahead = executor if isinstance(executor, AheadRunner) and self._drafter is None else None
+        self._ahead = executor if isinstance(executor, AheadRunner) and self.drafter is None else None
         self._flight: tuple[Batch, Launched] | None = None
         """The step that was launched and not read yet."""
         self.n_steps = 0
@@ -100,7 +100,7 @@ class InferenceScheduler:
         Raises
         ------
         RequestError
-            If a prompt can never fit in the KV cache, or the queue is full; none of the tasks is queued then.
+            If a prompt can never fit in the KV cache, an adapter is gone, or the queue is full; no task is queued then.
         """
         for task in tasks:
             if len(task.prompt_ids) >= self.pool.capacity:
@@ -109,6 +109,8 @@ class InferenceScheduler:
                     "and completion; shorten it or give the cache more memory"
                 )
         with self.work:
+            if gone := [task.adapter.name for task in tasks if task.adapter is not None and task.adapter.unloaded]:
+                raise RequestError(f"adapter {gone[0]!r} is not loaded any more; load it again")
             if self.n_waiting + len(tasks) > self.config.max_waiting:
                 raise RequestError(
                     f"{self.n_waiting} requests are waiting, max_waiting allows no more; try again later"
@@ -187,6 +189,10 @@ class InferenceScheduler:
                 self.pool.clear_prefix_cache()
             yield
 
+    def alive(self) -> list[Task]:
+        """List the tasks that have not ended; for whoever holds :meth:`between_steps` and :attr:`work`."""
+        return [*self.running, *self.waiting, *self._arrived]
+
     def fail_all(self, error: str) -> None:
         """End everything with an error; no request waits for ever."""
         with self._stepping:
@@ -215,7 +221,9 @@ class InferenceScheduler:
             return True
         advance(batch, self.pool)
         if self._ahead is None:
-            deliver(batch, result, self.pool, self._release)
+            accepted = deliver(batch, result, self.pool, self._release)
+            if self.drafter is not None and accepted:
+                self.drafter.counts.learn(batch, accepted)
             self._last_step_s = self._clock()
         else:
             self._land()
@@ -304,13 +312,8 @@ class InferenceScheduler:
             decodes = [task for task in decodes if task.row is not None]
             chunks = [item for item in chunks if item.task.row is not None]
             self._left = False
-        if self._drafter is not None and decodes:
-            if not chunks:
-                most = min(self.config.max_num_seqs, self.config.max_batch_tokens) - len(decodes)
-                return Batch(decodes, [], self._drafter.draft(decodes, self.pool, most))
-            # In such an engine the host names every token that is fed, as it does for chunks.
-            chunks = [BatchItem(task, task.computed_len, 1, True) for task in decodes] + chunks
-            decodes = []
+        if self.drafter is not None and decodes and not chunks:
+            return self.drafter.plan(decodes, self.pool, self.config.max_batch_tokens)
         chunks.sort(key=lambda item: item.n_tokens > 1)
         return Batch(decodes, chunks)
 
@@ -326,9 +329,8 @@ class InferenceScheduler:
 
     def _admit(self, task: Task) -> bool:
         """Move the first waiting task to the running ones if there is room for all it has."""
-        admission = self.pool.admit(
-            task.token_ids, (self.weight_version, None), match=task.params.prompt_logprobs is None
-        )
+        namespace = self.weight_version, None if task.adapter is None else task.adapter.number
+        admission = self.pool.admit(task.token_ids, namespace, match=task.params.prompt_logprobs is None)
         if admission is None:
             return False
         self.waiting.pop()
@@ -339,8 +341,12 @@ class InferenceScheduler:
         task.admitted_len = len(task.token_ids)
         task.status = "running"
         task.weight_version = self.weight_version
-        self.executor.admit(task)
         insort(self.running, task, key=lambda task: task.order)
+        try:
+            self.executor.admit(task)
+        except STEP_ERRORS as error:
+            self._fail([task], error)
+            return False
         return True
 
     def _make_room(self, task: Task, n_tokens: int) -> bool:
@@ -361,7 +367,7 @@ class InferenceScheduler:
         self._left = True
         self.n_preemptions += 1
         self._release(task)
-        task.computed_len = 0
+        task.computed_len = task.draft_lag = 0
         task.n_preemptions += 1
         self.waiting.push(task)
 

@@ -10,6 +10,7 @@ from astrai_core.types import Completion, FinishReason, SamplingParams, TokenLog
 from astrai_infer.text.detokenize import TextStream
 
 if TYPE_CHECKING:
+    from astrai_infer.adapters import Adapter
     from astrai_infer.sampling.grammar import Grammar
 
 Status = Literal["waiting", "running", "finished"]
@@ -81,6 +82,8 @@ class Task:
         The first choice of the same request, for the others.
     grammar
         What may come next, where ``params.structured`` asks for it; it moves on with every token that is appended.
+    adapter
+        What it is computed with; None: the model itself.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Task:
         priority: int = 0,
         first: Task | None = None,
         grammar: Grammar | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
@@ -115,6 +119,7 @@ class Task:
         self.priority = priority
         self.first = first
         self.grammar = grammar
+        self.adapter = adapter
         self.arrival = 0
         self.status: Status = "waiting"
         self.row: int | None = None
@@ -131,8 +136,11 @@ class Task:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.n_preemptions = 0
-        self.n_drafted = 0
-        """Tokens that were guessed for it."""
+        self.n_drafted = self.n_accepted = 0
+        """Tokens that were guessed for it, and those that were right."""
+        self.draft_lag = 0
+        """Computed tokens, the newest ones, that a draft model has not been fed: 1 after a step whose guesses were all
+        right, since the last guess was not fed to it."""
         self._final: Delta | None = None
 
     @property
@@ -154,6 +162,11 @@ class Task:
     def remaining_len(self) -> int:
         """Tokens to feed before the next one can be sampled; 1 while decoding."""
         return len(self.token_ids) - self.computed_len
+
+    @property
+    def adapter_slot(self) -> int:
+        """Where the factors of its adapter stand; -1 if it has none."""
+        return -1 if self.adapter is None else self.adapter.slot
 
     @property
     def order(self) -> tuple[int, int]:
@@ -256,9 +269,11 @@ class Batch:
     next one. That token may still be on its way to the host (``pending_len``)."""
     chunks: list[BatchItem]
     """Pieces of prompts, and of what is recomputed."""
-    drafts: list[tuple[int, ...]] = field(default_factory=list)
-    """Of a step that verifies: for each of the decodes, guesses of the tokens behind its last one, which are fed too. The
+    draft_lens: list[int] = field(default_factory=list)
+    """Of a step that verifies: for each of the decodes, how many guesses of the tokens behind its last one are fed too. The
     step then has no chunks and samples after every token."""
+    drafts: list[tuple[int, ...]] | None = None
+    """These guesses; None: the executor's draft model makes them."""
 
     @property
     def items(self) -> list[BatchItem]:
@@ -275,7 +290,7 @@ class Batch:
     @property
     def n_tokens(self) -> int:
         """Tokens fed by the step."""
-        return len(self.decodes) + sum(map(len, self.drafts)) + sum(item.n_tokens for item in self.chunks)
+        return len(self.decodes) + sum(self.draft_lens) + sum(item.n_tokens for item in self.chunks)
 
 
 @dataclass
@@ -289,3 +304,5 @@ class StepResult:
     """Of each sampled token, if its request asked for them."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """Index of a chunk -> entries for the prompt tokens that it predicts."""
+    drafts: list[tuple[int, ...]] = field(default_factory=list)
+    """If the step verifies: the guesses for each decode."""

@@ -14,12 +14,12 @@ import rich_click as click
 
 from astrai_cli.commands.bench_serve import serve
 from astrai_cli.loading import busy
-from astrai_cli.options import ModelName, blame, debug_option
+from astrai_cli.options import ModelName, blame, debug_option, speculation_options
 from astrai_cli.output import print_json
 
 if TYPE_CHECKING:
     from astrai_core import CausalLM
-    from astrai_infer.bench import Measurement
+    from astrai_infer.bench import EngineBench, Measurement
 
 WHAT_PANEL, SIZE_PANEL, MODEL_PANEL = "What is measured", "Sizes", "Model"
 
@@ -83,6 +83,7 @@ bench.add_command(serve)
 @click.option(
     "--threads", type=click.IntRange(1), metavar="N", panel=MODEL_PANEL, help="CPU threads, for both engines."
 )
+@speculation_options
 @debug_option
 def engine(
     what: tuple[str, ...],
@@ -98,6 +99,7 @@ def engine(
     dtype: str | None,
     backend: str | None,
     threads: int | None,
+    speculation: dict[str, Any],
 ) -> None:
     """Measure decode, prefill and start-up speed, beside transformers.
 
@@ -117,8 +119,9 @@ def engine(
         if threads is not None:
             torch.set_num_threads(threads)
         weights = _weights(model, config, device, dtype)
+        own = _own(weights, backend, speculation)
     results: list[Measurement] = []
-    for result in _measure(weights, wanted, batch, prompt_len, new_tokens, trials, backend, compare):
+    for result in _measure(own, wanted, batch, prompt_len, new_tokens, trials, compare):
         results.append(result)
         if not as_json:
             click.echo(_line(result, results))
@@ -156,21 +159,34 @@ def _weights(model: str | None, config: Path | None, device: str | None, dtype: 
         return preset_model(architecture, dtype, device)
 
 
+def _own(weights: CausalLM, backend: str | None, speculation: dict[str, Any]) -> EngineBench:
+    from astrai_core import AutoModel
+    from astrai_core.errors import ConfigError
+    from astrai_infer import EngineConfig
+    from astrai_infer.bench import EngineBench
+
+    with blame(None, ConfigError):
+        settings = EngineConfig.from_dict(speculation)
+    if settings.draft_model is None:
+        return EngineBench(weights, backend, speculation)
+    draft = AutoModel.from_pretrained(settings.draft_model, weights.dtype, weights.device)
+    return EngineBench(weights, backend, speculation, draft)
+
+
 def _measure(
-    weights: CausalLM,
+    own: EngineBench,
     wanted: tuple[str, ...],
     batches: tuple[int, ...],
     prompt_len: int,
     new_tokens: int,
     trials: int,
-    backend: str | None,
     compare: bool,
 ) -> Iterator[Measurement]:
-    from astrai_infer.bench import EngineBench, TransformersBench, transformers_model
+    from astrai_infer.bench import TransformersBench, transformers_model
 
-    engines: list[Any] = [EngineBench(weights, backend)]
+    engines: list[Any] = [own]
     if compare:
-        engines.append(TransformersBench(transformers_model(weights)))
+        engines.append(TransformersBench(transformers_model(own.model)))
     for name in ("decode", "prefill"):
         for n_sequences in batches if name in wanted else ():
             for engine in engines:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import rich_click as click
 
 from astrai_cli.loading import check_sampling, open_engine, sampling_params
-from astrai_cli.options import debug_option, load_options, model_option, sampling_options, system_option
+from astrai_cli.options import (
+    debug_option,
+    load_options,
+    model_option,
+    sampling_options,
+    speculation_options,
+    system_option,
+)
 
 if TYPE_CHECKING:
     from astrai_cli.options import LoadOptions
@@ -22,10 +29,17 @@ if TYPE_CHECKING:
 )
 @sampling_options
 @load_options
+@speculation_options
 @debug_option
 @click.pass_context
 def chat(
-    ctx: click.Context, model: str, load: LoadOptions, sampling: dict[str, Any], system: str | None, stats: bool
+    ctx: click.Context,
+    model: str,
+    load: LoadOptions,
+    speculation: dict[str, Any],
+    sampling: dict[str, Any],
+    system: str | None,
+    stats: bool,
 ) -> None:
     """Talk to a model.
 
@@ -33,7 +47,7 @@ def chat(
     printed. Sampling defaults give way to the model's generation_config.json.
     """
     check_sampling(sampling)
-    with open_engine(model, load, needs_template=True) as engine:
+    with open_engine(model, load, needs_template=True, speculation=speculation) as engine:
         from astrai_cli.conversation import Conversation
 
         session = Conversation(

@@ -10,7 +10,15 @@ import rich_click as click
 
 from astrai_cli import jsonl
 from astrai_cli.loading import check_sampling, open_engine, sampling_params, streaming
-from astrai_cli.options import blame, debug_option, load_options, model_option, sampling_options, system_option
+from astrai_cli.options import (
+    blame,
+    debug_option,
+    load_options,
+    model_option,
+    sampling_options,
+    speculation_options,
+    system_option,
+)
 from astrai_cli.output import StreamedText, TokenRate, print_json, whole_file
 
 if TYPE_CHECKING:
@@ -68,10 +76,12 @@ PROMPT_PANEL, OUTPUT_PANEL = "Prompt", "Output"
 )
 @sampling_options
 @load_options
+@speculation_options
 @debug_option
 def generate(
     model: str,
     load: LoadOptions,
+    speculation: dict[str, Any],
     sampling: dict[str, Any],
     prompt: str | None,
     system: str | None,
@@ -102,11 +112,11 @@ def generate(
             raise click.UsageError(f"--output: the directory of {output_path} does not exist; create it")
         lines = jsonl.read_lines(input_path, raw=raw, system=system)
         check_sampling(sampling)
-        _run_batch(model, load, sampling, lines, output_path, raw)
+        _run_batch(model, load, speculation, sampling, lines, output_path, raw)
         return
     text = _read_prompt(cast("str", prompt))
     check_sampling(sampling)
-    with open_engine(model, load, needs_template=not raw) as engine:
+    with open_engine(model, load, needs_template=not raw, speculation=speculation) as engine:
         params = sampling_params(engine, sampling)
         asked = text if raw else jsonl.conversation(text, system)
         _run_one(engine, asked, params, as_json)
@@ -139,13 +149,26 @@ def _run_one(engine: InferenceEngine, prompt: Any, params: SamplingParams, as_js
 
 
 def _run_batch(
-    model: str, load: LoadOptions, sampling: dict[str, Any], lines: list[jsonl.Line], output: Path, raw: bool
+    model: str,
+    load: LoadOptions,
+    speculation: dict[str, Any],
+    sampling: dict[str, Any],
+    lines: list[jsonl.Line],
+    output: Path,
+    raw: bool,
 ) -> None:
     completions: list[Completion] = []
     rate = TokenRate()
     if lines:
         n_seqs = min(BATCH, len(lines))
-        with open_engine(model, load, needs_template=not raw, max_num_seqs=n_seqs, max_waiting=len(lines)) as engine:
+        with open_engine(
+            model,
+            load,
+            needs_template=not raw,
+            max_num_seqs=n_seqs,
+            max_waiting=len(lines),
+            speculation=speculation,
+        ) as engine:
             params = sampling_params(engine, sampling)
             rate = TokenRate()
             with streaming(engine, [line.prompt for line in lines], params) as deltas:

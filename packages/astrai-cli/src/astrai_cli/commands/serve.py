@@ -10,7 +10,16 @@ from typing import Any
 
 import rich_click as click
 
-from astrai_cli.options import MODEL_PANEL, WEIGHTS_PANEL, ModelName, blame, debug_option, stack
+from astrai_cli.options import (
+    MODEL_PANEL,
+    SPECULATION,
+    SPECULATION_PANEL,
+    WEIGHTS_PANEL,
+    ModelName,
+    blame,
+    debug_option,
+    stack,
+)
 
 ADDRESS_PANEL, LIMITS_PANEL, ANSWER_PANEL, SHOWN_PANEL = "Address and access", "Limits", "Answers", "What is shown"
 NEEDED = ("astrai_infer", "fastapi", "uvicorn", "prometheus_client")
@@ -25,6 +34,27 @@ _FLAGS: tuple[tuple[tuple[str, ...], Any, str, str, str], ...] = (
         MODEL_PANEL,
         "Name that clients ask for, may be given several times; by default MODEL and its last part.",
     ),
+    (
+        ("--lora",),
+        [str],
+        "NAME=DIR",
+        MODEL_PANEL,
+        "A PEFT adapter that clients can ask for by that name as a model; may be given several times.",
+    ),
+    (
+        ("--max-loras",),
+        int,
+        "N",
+        MODEL_PANEL,
+        "Room for adapters, also those loaded later; by default as many as are given.",
+    ),
+    (
+        ("--max-lora-rank",),
+        int,
+        "N",
+        MODEL_PANEL,
+        "Largest rank of one: 8, 16, 32 or 64; by default that of the adapters given.",
+    ),
     (("--device",), str, "DEVICE", WEIGHTS_PANEL, "auto, cpu, cuda or cuda:N; by default CUDA if there is any."),
     (("--dtype",), str, "DTYPE", WEIGHTS_PANEL, "Type of the weights; by default float32 on a CPU, else the model's."),
     (("--backend",), str, "NAME", WEIGHTS_PANEL, "Attention backend by name; by default the first that can run."),
@@ -37,6 +67,7 @@ _FLAGS: tuple[tuple[tuple[str, ...], Any, str, str, str], ...] = (
     ),
     (("--max-num-seqs",), int, "N", WEIGHTS_PANEL, "Completions that run at once.  [default: 64]"),
     (("--max-batch-tokens",), int, "N", WEIGHTS_PANEL, "Token budget of one step.  [default: 2048]"),
+    *((flags, kind, metavar, SPECULATION_PANEL, text) for flags, kind, metavar, text in SPECULATION),
     (
         ("--gpu-memory-utilization",),
         float,
@@ -47,7 +78,7 @@ _FLAGS: tuple[tuple[tuple[str, ...], Any, str, str, str], ...] = (
     (("--host",), str, "HOST", ADDRESS_PANEL, "Address to listen on.  [default: 127.0.0.1]"),
     (("--port",), int, "PORT", ADDRESS_PANEL, "Port to listen on; 0 takes a free one.  [default: 8000]"),
     (("--api-key",), [str], "KEY", ADDRESS_PANEL, "Clients must send one of these; may be given several times."),
-    (("--admin-key",), str, "KEY", ADDRESS_PANEL, "Opens /admin: pause, resume, sleep, wake, update_weights."),
+    (("--admin-key",), str, "KEY", ADDRESS_PANEL, "Opens /admin and the routes that load and unload adapters."),
     (("--max-queue",), int, "N", LIMITS_PANEL, "Completions that may wait; one more gets a 429.  [default: 512]"),
     (("--request-timeout",), float, "SECONDS", LIMITS_PANEL, "Ends a request that takes longer.  [default: 600]"),
     (("--drain-timeout",), float, "SECONDS", LIMITS_PANEL, "To finish what runs after SIGTERM.  [default: 60]"),

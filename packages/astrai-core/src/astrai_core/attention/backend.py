@@ -112,6 +112,8 @@ class AttentionBackend(ABC):
             eps=spec.norm_eps,
             k_scale=k_scale,
             v_scale=v_scale,
+            # Slots and positions were there before the embedding of the step's tokens, which is no product.
+            overlap=ops.OVERLAP,
         )
 
     @abstractmethod

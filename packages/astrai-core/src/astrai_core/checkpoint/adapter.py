@@ -15,11 +15,13 @@ from torch import Tensor
 from astrai_core.checkpoint.atomic import atomic_directory
 from astrai_core.checkpoint.rotary_layout import halves_to_interleaved, interleaved_to_halves, is_rotated
 from astrai_core.checkpoint.weights import write_file
-from astrai_core.config.lora import LoRAConfig
+from astrai_core.config.lora import ATTENTION_AND_MLP, LoRAConfig
 from astrai_core.config.model import ModelConfig
 from astrai_core.errors import CheckpointError, ConfigError
-from astrai_core.model.lora import adapters, apply_lora
+from astrai_core.model.adapter_slots import AdapterSlots
+from astrai_core.model.lora import adapters, apply_lora, projections, targeted
 from astrai_core.model.transformer import CausalLM
+from astrai_core.ops import LORA_RANK
 from astrai_core.tokenizer.tokenizer import Tokenizer
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -179,6 +181,54 @@ def load_factors(model: CausalLM, files: AdapterFiles) -> None:
             target.copy_(_to_layout(tensor, model.config, name) if factor == "lora_B" else tensor)
 
 
+def fitting_factors(slots: AdapterSlots, files: AdapterFiles) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what :meth:`AdapterSlots.write` takes of an adapter, after checking that it fits.
+
+    Raises
+    ------
+    ConfigError
+        If the adapter's rank is too large, or a target is no projection of the model.
+    CheckpointError
+        If the adapter is for another model, or for projections without room.
+    """
+    config_path, weights_path = files.path / ADAPTER_CONFIG, files.path / ADAPTER_WEIGHTS
+    config, model = files.config, slots.model
+    if config.rank > LORA_RANK:
+        raise ConfigError(
+            f"{config_path}: field 'r': {config.rank} is more than {LORA_RANK}, the largest that can be served beside its "
+            "base; merge it into the model"
+        )
+    if config.rank > slots.rank:
+        raise ConfigError(
+            f"{config_path}: field 'r': {config.rank} is more than max_lora_rank {slots.rank}; raise that"
+        )
+    try:
+        wanted = targeted(model, config)
+    except ConfigError as error:
+        raise ConfigError(f"{config_path}: {error}") from None
+    known = dict(projections(model))
+    for name in sorted(files.factors.keys() | wanted.keys()):
+        if name not in known:
+            raise CheckpointError(f"{weights_path}: the model has no {name!r}; give the model that it was trained on")
+        if name not in slots.shapes:
+            served = ", ".join(ATTENTION_AND_MLP)
+            raise CheckpointError(
+                f"{weights_path}: an adapter of {name!r} cannot be served beside its base, those of {served} can; merge "
+                "it into the model"
+            )
+        if name not in files.factors:
+            raise CheckpointError(f"{weights_path}: the adapter of {name!r} is missing; save it again")
+        if name not in wanted:
+            raise CheckpointError(f"{weights_path}: the adapter of {name!r} is not a target; save it again")
+        a, b = files.factors[name]
+        if (a.shape[1], b.shape[0]) != slots.shapes[name]:
+            raise CheckpointError(
+                f"{weights_path}: the adapter of {name!r} is for a weight of {[b.shape[0], a.shape[1]]}, the model's is "
+                f"{list(slots.shapes[name][::-1])}; give the model that it was trained on"
+            )
+    return {name: (a, _to_layout(b, model.config, name)) for name, (a, b) in files.factors.items()}
+
+
 @torch.no_grad()
 def merged_tensors(
     tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, files: AdapterFiles
@@ -223,10 +273,14 @@ def _to_layout(b: Tensor, config: ModelConfig, module: str) -> Tensor:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{path}: no such file; give the directory of a PEFT adapter") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); save the adapter again") from None
+    except (OSError, ValueError) as error:  # no permission; a path that cannot be one
+        raise CheckpointError(
+            f"{str(path)!r}: cannot be read ({error}); give the directory of a PEFT adapter"
+        ) from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, got {type(data).__name__}; save the adapter again")
     return data

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from astrai_core.model.layers import FusedLinear, Linear
 
 if TYPE_CHECKING:
     from astrai_core.model.transformer import CausalLM
+
+Place: TypeAlias = tuple[Linear, str, tuple[int, int]]
+"""Where a projection of the Hugging Face files is: module, name of the part, half-open range of rows."""
 
 
 class LowRankFactors(nn.Module):
@@ -127,23 +130,14 @@ def apply_lora(model: CausalLM, config: LoRAConfig, generator: torch.Generator |
     """
     if model.lora is not None:
         raise ConfigError("the model has adapters already; load it again")
-    candidates = dict(_projections(model))
-    for target in config.target_modules:
-        if not any(_matches(name, target) for name in candidates):
-            known = sorted({name.rpartition(".")[2] for name in candidates})
-            raise ConfigError(
-                f"field 'target_modules': {target!r} names no linear projection of this model; there are "
-                f"{', '.join(known)}"
-            )
-    wanted = [name for name in candidates if any(_matches(name, target) for target in config.target_modules)]
+    wanted = targeted(model, config)
     if "lm_head" in wanted and model.config.tie_word_embeddings:
         raise ConfigError(
             "field 'target_modules': lm_head is the embedding itself in this model and cannot be adapted apart; remove it"
         )
     model.requires_grad_(False)
     rows_of: dict[Linear, dict[str, tuple[int, int]]] = {}
-    for name in wanted:
-        linear, part, rows = candidates[name]
+    for linear, part, rows in wanted.values():
         rows_of.setdefault(linear, {})[part] = rows
     for linear, parts in rows_of.items():
         linear.adapter = LoRA(linear, parts, config)
@@ -201,8 +195,31 @@ def _adapted(model: nn.Module) -> list[Linear]:
     return [module for module in model.modules() if isinstance(module, Linear) and isinstance(module.adapter, LoRA)]
 
 
-def _projections(model: nn.Module) -> Iterator[tuple[str, tuple[Linear, str, tuple[int, int]]]]:
-    """Yield the dotted Hugging Face name of every linear projection, with its place: module, part, rows."""
+def targeted(model: nn.Module, config: LoRAConfig) -> dict[str, Place]:
+    """Return the projections that an adapter is for, by their dotted Hugging Face names in model order.
+
+    Raises
+    ------
+    ConfigError
+        If a target names no linear projection.
+    """
+    candidates = dict(projections(model))
+    for target in config.target_modules:
+        if not any(_matches(name, target) for name in candidates):
+            known = sorted({name.rpartition(".")[2] for name in candidates})
+            raise ConfigError(
+                f"field 'target_modules': {target!r} names no linear projection of this model; there are "
+                f"{', '.join(known)}"
+            )
+    return {
+        name: place
+        for name, place in candidates.items()
+        if any(_matches(name, target) for target in config.target_modules)
+    }
+
+
+def projections(model: nn.Module) -> Iterator[tuple[str, Place]]:
+    """Yield the dotted Hugging Face name of every linear projection, with its place."""
     for prefix, module in model.named_modules():
         if isinstance(module, FusedLinear):
             for part, rows in module.row_ranges().items():

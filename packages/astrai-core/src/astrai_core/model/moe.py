@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from astrai_core import ops
 from astrai_core.config.model import ModelConfig
 from astrai_core.model.layers import Linear
 from astrai_core.model.mlp import SwiGLU
+
+GROUPED_ROWS = 128
+"""Rows an expert, on average, up to which torch's grouped product takes the same one of its kernels (2.9 to 2.13). In
+deterministic mode no call has more: a row's bits must not depend on how many rows there are."""
 
 
 class RouterStats:
@@ -92,18 +95,51 @@ class ExpertLinear(nn.Module):
             start += rows
         return ranges
 
-    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+    @property
+    def can_group(self) -> bool:
+        """Whether torch multiplies the whole stack in one launch that reads the experts' shares on the device.
+
+        ``torch._grouped_mm`` (public as ``torch.nn.functional.grouped_mm`` from torch 2.10 on) does so for bf16 on compute
+        capability 9 or 10, rows at multiples of 16 bytes; elsewhere it reads the shares back, as the loop here does.
+        """
+        weight = self.weight
+        if not (weight.is_cuda and weight.dtype == torch.bfloat16 and weight.is_contiguous()):
+            return False
+        n_experts, rows, columns = weight.shape
+        aligned = rows % 8 == 0 and columns % 8 == 0 and weight.storage_offset() % 8 == 0
+        return aligned and n_experts < 1024 and torch.cuda.get_device_capability(weight.device)[0] in (9, 10)
+
+    def forward(self, x: Tensor, shares: Tensor | Sequence[int]) -> Tensor:
         """Project tokens that are sorted by expert.
 
         Parameters
         ----------
         x
             ``[tokens, in_features]``.
-        counts
-            Tokens of each expert.
+        shares
+            Where each expert's tokens end, ``[experts]`` int32 on x's device, if :attr:`can_group`; else how many there
+            are.
+
+        Returns
+        -------
+        ``[tokens, rows]``
         """
-        parts = zip(x.split(counts), self.weight, strict=True)
-        return torch.cat([F.linear(tokens, weight) for tokens, weight in parts])
+        if isinstance(shares, Tensor):
+            return self._grouped(x, shares)
+        parts = zip(x.split(list(shares)), self.weight, strict=True)
+        return torch.cat([ops.linear(tokens, weight) for tokens, weight in parts])
+
+    def _grouped(self, x: Tensor, ends: Tensor) -> Tensor:
+        weight = self.weight.transpose(1, 2)
+        n_tokens = len(x)
+        most = GROUPED_ROWS * len(weight) if torch.are_deterministic_algorithms_enabled() else n_tokens
+        if n_tokens <= most:
+            return torch._grouped_mm(x, weight, offs=ends)
+        starts = range(0, n_tokens, most)
+        pieces = [(start, x[start : start + most]) for start in starts]
+        return torch.cat(
+            [torch._grouped_mm(rows, weight, offs=(ends - start).clamp(0, len(rows))) for start, rows in pieces]
+        )
 
 
 class Experts(nn.Module):
@@ -114,9 +150,26 @@ class Experts(nn.Module):
         self.gate_up_proj = ExpertLinear(n_experts, hidden_size, {"gate_proj": width, "up_proj": width})
         self.down_proj = ExpertLinear(n_experts, width, {"down_proj": hidden_size})
 
-    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        """Map tokens ``[tokens, hidden]``, sorted by expert, `counts` to each."""
-        return self.down_proj(ops.swiglu(self.gate_up_proj(x, counts)), counts)
+    @property
+    def supports_graph(self) -> bool:
+        """Whether a pass without gradients reads nothing back from the device."""
+        return self.gate_up_proj.can_group and self.down_proj.can_group
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Map tokens sorted by expert.
+
+        Parameters
+        ----------
+        x
+            ``[tokens, hidden]``.
+        ends
+            ``[experts]`` int32: where each expert's tokens end.
+        """
+        shares: Tensor | list[int] = ends
+        # The gradient of a grouped product has rules of its own about shares, which differ between versions of torch.
+        if torch.is_grad_enabled() or not self.supports_graph:
+            shares = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        return self.down_proj(ops.swiglu(self.gate_up_proj(x, shares)), shares)
 
 
 class SparseMoE(nn.Module):
@@ -157,9 +210,10 @@ class SparseMoE(nn.Module):
         if stats is not None:
             stats.record(self.layer, probs, chosen)
         # Sorted by expert and back by the inverse order: sums over a token's experts have one order on every device.
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=probs.shape[1]).tolist()
-        out = self.experts(tokens[order // self.top_k], counts)
+        experts, order = chosen.flatten().sort(stable=True)
+        every = torch.arange(probs.shape[1], device=experts.device)
+        ends = torch.searchsorted(experts, every, right=True, out_int32=True)
+        out = self.experts(tokens[order // self.top_k], ends)
         # In x's shape from here on: FSDP warns of a block that returns a view.
         out = out[order.argsort()].view(*x.shape[:-1], self.top_k, -1)
         mixed = (out * weights.to(logits.dtype).view(*x.shape[:-1], self.top_k, 1)).sum(-2)

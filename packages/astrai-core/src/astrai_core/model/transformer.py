@@ -18,12 +18,13 @@ from astrai_core.model.attention import DenseContext, PagedContext, attention_sp
 from astrai_core.model.decoder_block import DecoderBlock
 from astrai_core.model.documents import DocumentKernel, plan_documents
 from astrai_core.model.layers import Embedding, Linear, RMSNorm
-from astrai_core.model.moe import ExpertLinear, RouterStats
+from astrai_core.model.moe import ExpertLinear, Experts, RouterStats
 from astrai_core.model.rope import RotaryTable
 from astrai_core.registry import BaseFactory
 
 if TYPE_CHECKING:
     from astrai_core.attention.metadata import KVCache
+    from astrai_core.model.whole_step import WholeStep
 
 
 @dataclass
@@ -76,6 +77,8 @@ class CausalLM(nn.Module):
         What computes the attention of rows of several documents.
     lora
         What its adapters are, if :func:`astrai_core.model.lora.apply_lora` gave it some.
+    whole_step
+        What runs decode steps as one kernel, where it can; None: they are run op by op.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -83,6 +86,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.document_kernel: DocumentKernel = "auto"
         self.lora: LoRAConfig | None = None
+        self.whole_step: WholeStep | None = None
         self.model = Decoder(config)
         specs = [attention_spec(config, layer) for layer in range(config.num_hidden_layers)]
         self.spec_of_window = {spec.window: spec for spec in reversed(specs)}
@@ -127,9 +131,8 @@ class CausalLM(nn.Module):
 
     @property
     def supports_graph(self) -> bool:
-        """Whether a pass reads nothing back from the device, so that it can be captured in a CUDA graph. The sizes of the
-        experts' shares are read."""
-        return not any(self.config.moe_layers)
+        """Whether a pass without gradients reads nothing back from the device: it can be captured in a CUDA graph."""
+        return all(module.supports_graph for module in self.modules() if isinstance(module, Experts))
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -245,6 +248,9 @@ class CausalLM(nn.Module):
         logit_rows
             ``[rows]`` int64: tokens whose logits are wanted; None for all.
         """
+        whole = self.whole_step
+        if whole is not None and logit_rows is None and whole.takes(input_ids, cache):
+            return CausalLMOutput(*whole.run(input_ids, position_ids, cache))
         backend.plan(cache, tuple(self.spec_of_window.values()))
         hidden = self.model(input_ids, PagedContext(self.model.rotary(position_ids), cache, backend))
         rows = hidden if logit_rows is None else hidden[logit_rows]

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from astrai_core.attention.metadata import AttentionMetadata, KVCache
-from astrai_infer.cache.allocator import PageAllocator
+from astrai_infer.cache.groups import LayerBuffers, PageGroup
 from astrai_infer.cache.prefix import PrefixIndex
-from astrai_infer.cache.storage import KVSpec, KVStorage, ReqToTokenPool
-from astrai_infer.runtime.workspace import InferenceWorkspace
-
-SCRATCH_SLOTS = 16
-"""Slots behind the last page that belong to nobody: padded rows of a captured step write there."""
+from astrai_infer.cache.storage import KVSpec
+from astrai_infer.runtime.workspace import BindState, InferenceWorkspace
 
 
 @dataclass
@@ -38,51 +35,11 @@ class _Row:
     """Under which the index files the next page."""
 
 
-class PageGroup:
-    """The storage, pages and table of the layers of one :class:`KVSpec`."""
-
-    def __init__(
-        self,
-        spec: KVSpec,
-        n_pages: int,
-        page_size: int,
-        n_rows: int,
-        max_seq_len: int,
-        device: torch.device,
-        on_evict: Callable[[int], None],
-    ) -> None:
-        self.spec = spec
-        self.page_size = page_size
-        self.allocator = PageAllocator(n_pages, on_evict=on_evict)
-        self.storage = KVStorage(spec, n_pages * page_size + SCRATCH_SLOTS, device)
-        self.req_to_token = ReqToTokenPool(n_rows, max_seq_len, device, scratch_slot=n_pages * page_size)
-        self._slots = np.arange(n_pages * page_size, dtype=np.int32).reshape(n_pages, page_size)
-
-    def write_table(self, row: int, n_before: int, pages: list[int]) -> None:
-        """Map the positions behind the first `n_before` pages of a row to `pages`."""
-        start_pos = n_before * self.page_size
-        locs = self._slots[pages].reshape(-1)
-        self.req_to_token.write(row, start_pos, locs[: self.req_to_token.max_seq_len - start_pos])
-
-
-@dataclass(frozen=True)
-class BindState:
-    """What the workspace holds since the last step (row S8)."""
-
-    rows: list[int]
-    lens: list[int]
-    decode: bool
-
-    def is_steady_increment(self, rows: list[int], lens: list[int], decode: bool) -> bool:
-        """Whether the same requests decode again, each one token longer."""
-        return self.decode and decode and self.rows == rows and [n + 1 for n in self.lens] == lens
-
-
 class PagePool:
     """Owns storage and tables; a live request owns a row and pages, and the pool tracks its length (row C3).
 
-    There is an allocator, a storage and a table per group of layers. A request has the same row in each, and its pages
-    span the same positions, but a "window" group gives a page back as soon as no later query can see it.
+    There is an allocator, a storage per model and a table per group of layers. A request has the same row in each, and
+    its pages span the same positions, but a "window" group gives a page back as soon as no later query can see it.
 
     Parameters
     ----------
@@ -90,6 +47,9 @@ class PagePool:
         Groups of layers, see :meth:`KVSpec.groups`.
     n_pages
         Pages that requests can own, per group.
+    draft_specs
+        The same groups of a second model, if there is one: it reads and writes the same slots of a storage of its own, so
+        whatever holds for the pages of the first holds for its keys and values.
     chunk_len
         Most tokens of one request that a step feeds; None if there is no limit.
     prefix_cache
@@ -110,6 +70,7 @@ class PagePool:
         max_seq_len: int,
         device: torch.device,
         *,
+        draft_specs: Sequence[KVSpec] = (),
         chunk_len: int | None = None,
         prefix_cache: bool = True,
         contiguous: bool = False,
@@ -121,23 +82,20 @@ class PagePool:
         self.contiguous = contiguous
         self.page_size = page_size
         self.max_seq_len = max_seq_len
+        self.n_rows = n_rows
         self.chunk_len = min(chunk_len or max_seq_len, max_seq_len)
         self.prefix = PrefixIndex(page_size) if prefix_cache else None
+        models = [specs, draft_specs] if draft_specs else [specs]
         self.groups = tuple(
-            PageGroup(spec, n, page_size, n_rows, max_seq_len, device, self._forget)
-            for spec, n in zip(specs, n_pages, strict=True)
+            PageGroup(of_models, n, page_size, n_rows, max_seq_len, device, self._forget)
+            for of_models, n in zip(zip(*models, strict=True), n_pages, strict=True)
         )
         self._gives_back = any(group.spec.kind == "window" for group in self.groups)
         self._windows = [(i, spec.window) for i, spec in enumerate(specs) if spec.window is not None]
-        self._places = sorted(
-            (layer, i, place) for i, spec in enumerate(specs) for place, layer in enumerate(spec.layers)
-        )
-        self._group_of = tuple(i for _, i, _ in self._places)
         self._view_layers()
         self.device = device
         self._free_rows = list(range(n_rows - 1, -1, -1))
         self._rows: dict[int, _Row] = {}
-        self._bound = BindState([], [], False)
 
     @property
     def capacity(self) -> int:
@@ -281,26 +239,22 @@ class PagePool:
     def free(self) -> None:
         """Give the memory of the keys and values back; no step may run until :meth:`allocate`."""
         for group in self.groups:
-            group.storage.free()
+            for storage in group.storages:
+                storage.free()
         self._view_layers()
 
     def allocate(self) -> bool:
         """Take the memory again after :meth:`free`; return False, having done nothing, if it is there."""
-        gone = [group.storage for group in self.groups if group.storage.k_buffer.shape[1] == 0]
+        storages = [storage for group in self.groups for storage in group.storages]
+        gone = [storage for storage in storages if storage.k_buffer.shape[1] == 0]
         for storage in gone:
             storage.allocate()
         self._view_layers()
         return bool(gone)
 
     def _view_layers(self) -> None:
-        """Look each layer's buffers up once, not in every step. These views keep the memory alive."""
-        storages = [group.storage for group in self.groups]
-        self._k_buffers = tuple(storages[i].k_buffer[place] for _, i, place in self._places)
-        self._v_buffers = tuple(storages[i].v_buffer[place] for _, i, place in self._places)
-        self._k_scales = self._v_scales = None
-        if storages[0].spec.has_scales:
-            self._k_scales = tuple(storages[i].k_scale[place] for _, i, place in self._places)
-            self._v_scales = tuple(storages[i].v_scale[place] for _, i, place in self._places)
+        of_models = zip(*(group.storages for group in self.groups), strict=True)
+        self._buffers = tuple(LayerBuffers(storages) for storages in of_models)
 
     def _forget(self, page: int) -> None:
         assert self.prefix is not None, "only indexed pages are cached"
@@ -327,7 +281,14 @@ class PagePool:
         state.n_pages += len(pages[0] or ())
         state.room = state.n_pages * self.page_size
 
-    def bind_tasks(self, rows: list[int], q_lens: list[int], workspace: InferenceWorkspace) -> KVCache:
+    def bind_tasks(
+        self,
+        rows: list[int],
+        q_lens: list[int],
+        workspace: InferenceWorkspace,
+        lens: list[int] | None = None,
+        model: int = 0,
+    ) -> KVCache:
         """Build the view of one step in the workspace; call :meth:`extend` for each row first.
 
         While the same requests decode, lengths and prefix sums are incremented in place (rows C2, C4, C5).
@@ -337,13 +298,17 @@ class PagePool:
         rows
             Rows of the step's requests, in the order of its tokens.
         q_lens
-            New tokens of each; they are the last of the row's length.
+            New tokens of each; they are the last of its length.
+        lens
+            Length of each with its new tokens; None: all that it has slots for.
+        model
+            Whose storage is seen.
         """
-        lens = [self._rows[row].length for row in rows]
+        lens = [self._rows[row].length for row in rows] if lens is None else lens
         n = len(rows)
         hosts = [group.req_to_token.host for group in self.groups]
         decode = q_lens.count(1) == n
-        if self._bound.is_steady_increment(rows, lens, decode):
+        if workspace.bound.is_steady_increment(rows, lens, decode):
             seq_lens, kv_indptr = workspace.advance(n)
             req_indices = workspace.req_indices.first(n)
             qo_indptr = workspace.qo_indptr.first(n + 1)
@@ -356,7 +321,7 @@ class PagePool:
             kv_indptr, qo_indptr = workspace.kv_indptr.sync(n + 1), workspace.qo_indptr.sync(n + 1)
             ends = list(zip(rows, lens, q_lens, strict=True))
             out_locs = [np.concatenate([host[row, end - q : end] for row, end, q in ends]) for host in hosts]
-        self._bound = BindState(rows.copy(), lens, decode)
+        workspace.bound = BindState(rows.copy(), lens, decode)
         seq_lens_host, q_lens_host = tuple(lens), tuple(q_lens)
         metadata = [
             AttentionMetadata(
@@ -375,8 +340,8 @@ class PagePool:
             )
             for group, buffer, out_loc in zip(self.groups, workspace.out_cache_locs, out_locs, strict=True)
         ]
-        return self.view(metadata)
+        return self.view(metadata, model)
 
-    def view(self, groups: list[AttentionMetadata]) -> KVCache:
-        """Put a step's metadata, one for each group of layers, beside the buffers."""
-        return KVCache(self._k_buffers, self._v_buffers, self._group_of, groups, self._k_scales, self._v_scales)
+    def view(self, groups: list[AttentionMetadata], model: int = 0) -> KVCache:
+        """Put a step's metadata, one for each group of layers, beside a model's buffers."""
+        return self._buffers[model].view(groups)

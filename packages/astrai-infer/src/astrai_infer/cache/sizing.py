@@ -34,6 +34,8 @@ class CachePlan:
     n_rows: int
     """Requests that can run at once."""
     max_seq_len: int
+    draft_specs: tuple[KVSpec, ...] = ()
+    """The same groups of the draft model."""
 
 
 def context_len(model: ModelConfig, config: EngineConfig) -> int:
@@ -55,11 +57,30 @@ def resolve_kv_dtype(config: EngineConfig, model_dtype: torch.dtype) -> torch.dt
     return model_dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
 
 
-def plan_cache(model: CausalLM, config: EngineConfig, taken_bytes: int = 0) -> CachePlan:
+def cache_specs(
+    model: CausalLM, config: EngineConfig, draft: CausalLM | None
+) -> tuple[tuple[KVSpec, ...], tuple[KVSpec, ...]]:
+    """Describe the groups of layers of a model and of its draft model, which have the same windows in the same order."""
+    whole = config.cache_mode == "contiguous" or config.prefix_cache
+    dtype = resolve_kv_dtype(config, model.dtype)
+    specs = KVSpec.groups(model.config, dtype, whole=whole)
+    if draft is None:
+        return specs, ()
+    dtype_of_draft = resolve_kv_dtype(config, draft.dtype)
+    windows = dict.fromkeys(s.window for s in (*specs, *KVSpec.groups(draft.config, dtype_of_draft, whole=whole)))
+    return (
+        KVSpec.groups(model.config, dtype, whole=whole, windows=tuple(windows)),
+        KVSpec.groups(draft.config, dtype_of_draft, whole=whole, windows=tuple(windows)),
+    )
+
+
+def plan_cache(model: CausalLM, config: EngineConfig, taken_bytes: int = 0, draft: CausalLM | None = None) -> CachePlan:
     """Size the KV cache of a loaded model.
 
     Parameters
     ----------
+    draft
+        A draft model, whose keys and values lie beside the model's.
     taken_bytes
         Of the memory that the engine may use, what its steps take; ``kv_cache_bytes`` counts without it.
 
@@ -69,9 +90,10 @@ def plan_cache(model: CausalLM, config: EngineConfig, taken_bytes: int = 0) -> C
         If ``max_seq_len`` exceeds the model's context, or one sequence of it does not fit into the memory.
     """
     wanted_len = context_len(model.config, config)
-    dtype = resolve_kv_dtype(config, model.dtype)
     contiguous = config.cache_mode == "contiguous"
-    specs = KVSpec.groups(model.config, dtype, whole=contiguous or config.prefix_cache)
+    specs, draft_specs = cache_specs(model, config, draft)
+    models = [specs, draft_specs] if draft_specs else [specs]
+    token_bytes = [sum(spec.token_bytes for spec in group) for group in zip(*models, strict=True)]
     page_size = -(-wanted_len // 16) * 16 if contiguous else config.page_size
     budget = config.kv_cache_bytes or _available_bytes(model.device, config) - taken_bytes
     chunk_len = min(config.max_batch_tokens, wanted_len)
@@ -80,7 +102,7 @@ def plan_cache(model: CausalLM, config: EngineConfig, taken_bytes: int = 0) -> C
         return [spec.pages_for(n_tokens, page_size, chunk_len) for spec in specs]
 
     def n_bytes(n_pages: list[int]) -> int:
-        return sum(n * spec.token_bytes * page_size for n, spec in zip(n_pages, specs, strict=True))
+        return sum(n * each * page_size for n, each in zip(n_pages, token_bytes, strict=True))
 
     lens = range(page_size, wanted_len + page_size, page_size)
     n_fitting = bisect_right(lens, budget, key=lambda n_tokens: n_bytes(pages_of_one(n_tokens)))
@@ -108,8 +130,8 @@ def plan_cache(model: CausalLM, config: EngineConfig, taken_bytes: int = 0) -> C
         more = [n - n_one for n, n_one in zip(every, one, strict=True)]
         share = min(Fraction(budget - n_bytes(one), max(n_bytes(more), 1)), Fraction(1))
         n_pages = [n_one + int(n * share) for n, n_one in zip(more, one, strict=True)]
-    n_rows = n_pages[0] if contiguous else config.max_num_seqs
-    return CachePlan(specs, tuple(n_pages), page_size, n_rows, wanted_len)
+    n_rows = n_pages[0] if contiguous else config.n_rows
+    return CachePlan(specs, tuple(n_pages), page_size, n_rows, wanted_len, draft_specs)
 
 
 def can_hold_packed(model: CausalLM) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,15 +33,19 @@ class KVSpec:
     """Keys that a query of a "window" group sees, its own included; None for "full"."""
 
     @classmethod
-    def groups(cls, config: ModelConfig, dtype: torch.dtype, *, whole: bool = False) -> tuple[KVSpec, ...]:
+    def groups(
+        cls, config: ModelConfig, dtype: torch.dtype, *, whole: bool = False, windows: Sequence[int | None] = ()
+    ) -> tuple[KVSpec, ...]:
         """Describe all layers of a model; those with the same attention window share a group.
 
         Parameters
         ----------
         whole
             Keep every position in one "full" group, whatever windows the layers have.
+        windows
+            There is a group for each of them, in this order, be it without layers; other windows come behind.
         """
-        layers: dict[int | None, list[int]] = {}
+        layers: dict[int | None, list[int]] = {window: [] for window in windows}
         for layer in range(config.num_hidden_layers):
             layers.setdefault(None if whole else config.window(layer), []).append(layer)
         return tuple(

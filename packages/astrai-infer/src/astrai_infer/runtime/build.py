@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from astrai_core.attention.backend import AttentionBackend, resolve_backend
+from astrai_core.attention.cuda import CudaBackend
 from astrai_core.errors import ConfigError
+from astrai_core.model.adapter_slots import AdapterSlots
 from astrai_core.model.transformer import CausalLM
+from astrai_core.model.whole_step import WholeStep
 from astrai_infer.cache.pool import PagePool
-from astrai_infer.cache.sizing import CachePlan, context_len, plan_cache, resolve_kv_dtype
-from astrai_infer.cache.storage import KVSpec
+from astrai_infer.cache.sizing import CachePlan, cache_specs, context_len, plan_cache, resolve_kv_dtype
 from astrai_infer.config import EngineConfig
 from astrai_infer.runtime.device import DeviceExecutor
 from astrai_infer.runtime.executor import Executor
@@ -36,8 +38,11 @@ class Runtime:
     executor: Executor | DeviceExecutor
 
 
-def build_runtime(model: CausalLM, config: EngineConfig) -> Runtime:
-    """Build pool and executor for a loaded model.
+def build_runtime(
+    model: CausalLM, config: EngineConfig, adapters: AdapterSlots | None = None, draft: CausalLM | None = None
+) -> Runtime:
+    """Build pool and executor for a loaded model, with room for adapters on it or without, and with a draft model if
+    there is one.
 
     Where steps can be captured, the memory that they need is measured first, the KV cache gets what is left, and the
     steps are captured then: the cache stays where it is from there on.
@@ -54,22 +59,30 @@ def build_runtime(model: CausalLM, config: EngineConfig) -> Runtime:
     on_device = model.device.type == "cuda" and backend.supports_graph()
     captures = on_device and model.supports_graph
     if config.cuda_graphs and not captures:
-        why = "the model is on a CPU"
-        if model.device.type == "cuda":
-            why = f"{type(backend).__name__ if not on_device else 'a model with experts'} cannot be captured"
-        raise ConfigError(f"cuda_graphs is True but {why}; leave it out, or use the backend cuda on a CUDA device")
-    for name, value in (("speculation", config.speculation), ("deterministic", config.deterministic)):
-        if value and not on_device:
-            raise ConfigError(f"{name} is {value!r}, which needs a CUDA device and the backend cuda; leave it out")
+        why, remedy = "the model is on a CPU", "use the backend cuda on a CUDA device"
+        if on_device:
+            why = f"experts in {str(model.dtype).removeprefix('torch.')} cannot be captured on this card"
+            remedy = "serve them in bfloat16 on compute capability 9 or 10"
+        elif model.device.type == "cuda":
+            why = f"{type(backend).__name__} cannot be captured"
+        raise ConfigError(f"cuda_graphs is True but {why}; leave it out, or {remedy}")
+    if config.deterministic and not on_device:
+        raise ConfigError("deterministic is True, which needs a CUDA device and the backend cuda; leave it out")
+    model.whole_step = step_kernel(model, config, adapters, backend) if config.step_kernel else None
+    if draft is not None:
+        reason = type(backend).unavailable(model.device, draft.config.head_dim, draft.dtype, kv_dtype)
+        if reason is not None:
+            raise ConfigError(f"draft_model cannot run on the model's attention backend: {reason}")
     if not on_device:
-        plan = plan_cache(model, config)
+        plan = plan_cache(model, config, draft=draft)
         pool = build_pool(model, config, plan)
-        return Runtime(plan, pool, Executor(model, pool, backend, plan.n_rows, config.max_batch_tokens))
+        plain = Executor(model, pool, backend, plan.n_rows, config.max_batch_tokens, adapters=adapters, draft=draft)
+        return Runtime(plan, pool, plain)
     start = time.perf_counter()
-    taken_bytes = step_bytes(model, config, backend) if config.kv_cache_bytes is None else 0
-    plan = plan_cache(model, config, taken_bytes)
+    taken_bytes = step_bytes(model, config, backend, adapters, draft) if config.kv_cache_bytes is None else 0
+    plan = plan_cache(model, config, taken_bytes, draft)
     pool = build_pool(model, config, plan)
-    executor = device_executor(model, config, pool, backend, plan.n_rows)
+    executor = device_executor(model, config, pool, backend, adapters, draft)
     executor.prepare()
     torch.cuda.synchronize(model.device)
     logger.info(
@@ -83,6 +96,26 @@ def build_runtime(model: CausalLM, config: EngineConfig) -> Runtime:
     return Runtime(plan, pool, executor)
 
 
+def step_kernel(
+    model: CausalLM, config: EngineConfig, adapters: AdapterSlots | None, backend: AttentionBackend
+) -> WholeStep:
+    """Return what runs decode steps as one kernel, or say why none can."""
+    reason = None
+    if not isinstance(backend, CudaBackend):
+        reason = "it needs a CUDA device and the backend cuda"
+    elif config.deterministic:
+        reason = "deterministic is True, and how the kernel cuts attention depends on how many requests there are"
+    elif resolve_kv_dtype(config, model.dtype) != model.dtype:
+        reason = f"kv_dtype is {config.kv_dtype!r}, the kernel reads keys and values of the model's type"
+    elif adapters is not None:
+        reason = "there is room for adapters (max_loras), which the kernel does not apply"
+    else:
+        reason = WholeStep.unavailable(model)
+    if reason is not None:
+        raise ConfigError(f"step_kernel is True but {reason}; leave it out")
+    return WholeStep(model)
+
+
 def build_pool(model: CausalLM, config: EngineConfig, plan: CachePlan) -> PagePool:
     """Build the pool of a plan."""
     return PagePool(
@@ -92,6 +125,7 @@ def build_pool(model: CausalLM, config: EngineConfig, plan: CachePlan) -> PagePo
         plan.n_rows,
         plan.max_seq_len,
         model.device,
+        draft_specs=plan.draft_specs,
         chunk_len=config.max_batch_tokens,
         prefix_cache=config.prefix_cache and config.cache_mode == "paged",
         contiguous=config.cache_mode == "contiguous",
@@ -99,16 +133,36 @@ def build_pool(model: CausalLM, config: EngineConfig, plan: CachePlan) -> PagePo
 
 
 def device_executor(
-    model: CausalLM, config: EngineConfig, pool: PagePool, backend: AttentionBackend, n_rows: int
+    model: CausalLM,
+    config: EngineConfig,
+    pool: PagePool,
+    backend: AttentionBackend,
+    adapters: AdapterSlots | None,
+    draft: CausalLM | None,
 ) -> DeviceExecutor:
     """Build the executor for a CUDA device."""
     capture = None if config.cuda_graphs is False or not model.supports_graph else CudaCapture(model.device)
     return DeviceExecutor(
-        model, pool, backend, n_rows, config.max_batch_tokens, capture, deterministic=config.deterministic
+        model,
+        pool,
+        backend,
+        pool.n_rows,
+        config.max_batch_tokens,
+        capture,
+        deterministic=config.deterministic,
+        adapters=adapters,
+        draft=draft,
+        max_draft_tokens=0 if config.speculation is None else config.max_draft_tokens,
     )
 
 
-def step_bytes(model: CausalLM, config: EngineConfig, backend: AttentionBackend) -> int:
+def step_bytes(
+    model: CausalLM,
+    config: EngineConfig,
+    backend: AttentionBackend,
+    adapters: AdapterSlots | None = None,
+    draft: CausalLM | None = None,
+) -> int:
     """Measure what steps take besides weights and KV cache: graphs, workspaces, loaded kernels, the widest activations.
 
     The largest step and the largest graphs run on a pool of almost no pages, which is dropped again.
@@ -119,12 +173,12 @@ def step_bytes(model: CausalLM, config: EngineConfig, backend: AttentionBackend)
     free_before, _ = torch.cuda.mem_get_info(device)
     held_before = torch.cuda.memory_reserved(device)
     wanted_len = context_len(model.config, config)
-    contiguous = config.cache_mode == "contiguous"
-    specs = KVSpec.groups(model.config, resolve_kv_dtype(config, model.dtype), whole=contiguous or config.prefix_cache)
-    page_size = 1
-    n_rows = config.max_num_seqs
-    pool = PagePool(specs, [1] * len(specs), page_size, n_rows, wanted_len, device, prefix_cache=False)
-    executor = device_executor(model, config, pool, backend, n_rows)
+    specs, draft_specs = cache_specs(model, config, draft)
+    n_pages, page_size = [1] * len(specs), 1
+    pool = PagePool(
+        specs, n_pages, page_size, config.n_rows, wanted_len, device, draft_specs=draft_specs, prefix_cache=False
+    )
+    executor = device_executor(model, config, pool, backend, adapters, draft)
     n_tokens = config.max_batch_tokens
     executor.run_padding(StepShape(0, n_tokens, -(-n_tokens // wanted_len), is_bucket=False))
     for shape in executor.buckets.widest:

@@ -6,30 +6,29 @@ them where the next step's embedding reads them, so no step waits for the host t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from astrai_core.attention.backend import AttentionBackend
-from astrai_core.attention.metadata import AttentionMetadata, KVCache
+from astrai_core.model.adapter_slots import AdapterSlots
 from astrai_core.model.transformer import CausalLM
 from astrai_core.types import TokenLogprobs
 from astrai_infer.cache.pool import PagePool
+from astrai_infer.runtime.device_draft import DeviceDraft
 from astrai_infer.runtime.fill import StepFiller
 from astrai_infer.runtime.graph import Capture, CudaGraphContext
 from astrai_infer.runtime.packed import Fields, Layout, Packed, Staging
+from astrai_infer.runtime.paged import PagedModel
 from astrai_infer.runtime.shapes import MOST_CHUNKS, Buckets, StepShape
 from astrai_infer.sampling.pipeline import logprob_entries, logprob_tensors
-from astrai_infer.sampling.rows import RowFields, RowSampler, Variant, to_host
+from astrai_infer.sampling.rows import VARIANTS, RowFields, RowSampler, Variant, to_host
 from astrai_infer.task import Batch, StepResult, Task
-
-VARIANTS: tuple[Variant, ...] = ("greedy", "random")
-"""What is captured before the first request; penalties come when someone asks for them."""
 
 
 @dataclass
@@ -43,6 +42,8 @@ class Flight:
     """Which of them belong to a task."""
     logprobs: Callable[[], list[TokenLogprobs | None]]
     prompt_logprobs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    drafts: Callable[[], list[tuple[int, ...]]] = list
+    """The guesses of a step that verifies."""
 
     def result(self) -> StepResult:
         """Wait until the step has ended, and read what it sampled."""
@@ -51,7 +52,7 @@ class Flight:
         if len(self.sample_at) != self.n_tokens:
             tokens = [tokens[i] for i in self.sample_at]
         prompts = {i: logprob_entries(*tensors) for i, tensors in self.prompt_logprobs.items()}
-        return StepResult(tokens, self.logprobs(), prompts)
+        return StepResult(tokens, self.logprobs(), prompts, self.drafts())
 
 
 class DeviceExecutor:
@@ -72,6 +73,12 @@ class DeviceExecutor:
         How work is captured; None: it never is.
     deterministic
         Run the model in torch's deterministic mode.
+    adapters
+        Room for adapters on the model; every step then reads the slot of each of its tokens.
+    draft
+        A draft model, which makes the guesses of steps that verify. It runs without adapters.
+    max_draft_tokens
+        Most guesses for a request in a step; 0: no step verifies.
     """
 
     def __init__(
@@ -84,23 +91,34 @@ class DeviceExecutor:
         capture: Capture | None,
         *,
         deterministic: bool = False,
+        adapters: AdapterSlots | None = None,
+        draft: CausalLM | None = None,
+        max_draft_tokens: int = 0,
     ) -> None:
         self.model = model
+        self.adapters = adapters
         self.pool = pool
         self.backend = backend
-        self._deterministic = deterministic
-        self.buckets = Buckets(n_rows, pool.max_seq_len, max_tokens)
+        self._paged = PagedModel(model, pool, backend, deterministic=deterministic, adapters=adapters)
+        self.buckets = Buckets(n_rows, pool.max_seq_len, max_tokens, verifies=max_draft_tokens > 0)
         self.sampler = RowSampler(n_rows + 1, model.config.vocab_size, model.device)
         self.graphs = CudaGraphContext(capture)
+        self.draft: DeviceDraft | None = None
+        if draft is not None:
+            self.draft = DeviceDraft(
+                draft, pool, backend, self.buckets, self.sampler, max_tokens, max_draft_tokens, capture
+            )
         # Graphs and events go to the current device, which in a new thread is the first one.
         self._on_device = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
         n_groups = len(pool.groups)
         most = max(max_tokens, self.buckets.most_chunk_tokens)
         # The largest step: all rows decode or have chunks, which padding at most quadruples, and every token has logits.
-        largest = StepShape(n_rows, most, 4 * n_rows, n_logits=most + n_rows, is_bucket=False)
+        largest = StepShape(n_rows, most, 4 * n_rows, n_logits=most + n_rows, verifies=True, is_bucket=False)
         n_deltas = 4 * max_tokens + 64 * n_rows
-        n_bytes = Layout.of(largest, n_groups).n_bytes
-        self.packed = Packed(n_bytes, n_deltas, largest.n_requests, n_groups, model.device)
+        n_bytes = Layout.of(largest, n_groups, adapters is not None).n_bytes
+        self.packed = Packed(
+            n_bytes, n_deltas, largest.n_requests, n_groups, model.device, has_adapters=adapters is not None
+        )
         self.ids = torch.zeros(max(largest.n_tokens, largest.n_requests), dtype=torch.int64, device=model.device)
         """The next step's first input ids: the last step's tokens, in its order; behind the decoding rows, chunks."""
         # Each graph of a decode step keeps its logits; those of the many mixed shapes share this memory.
@@ -112,7 +130,6 @@ class DeviceExecutor:
         self._filler = StepFiller(pool, self.buckets, self.sampler, n_rows)
         self._held: tuple[int, Tensor, np.ndarray] | None = None
         """Of the tokens in `ids`: how many, and their rows on the device and on the host."""
-        self._caches: dict[StepShape, KVCache] = {}
         for group in pool.groups:
             group.req_to_token.pending = []
 
@@ -134,12 +151,16 @@ class DeviceExecutor:
             for variant in VARIANTS:
                 self._sample(shape, fields, logits, variant)
             staging.record()
+            if self.draft is not None:
+                self.draft.run_padding(shape)
         self._held = None
 
     def forget(self) -> None:
         """Drop what holds addresses of the pool: its memory is about to go or to move."""
         self.graphs.forget()
-        self._caches.clear()
+        self._paged.forget()
+        if self.draft is not None:
+            self.draft.forget()
 
     def admit(self, task: Task) -> None:
         """Write a task's sampling parameters into its row."""
@@ -162,7 +183,7 @@ class DeviceExecutor:
     def _launch(self, batch: Batch) -> Flight:
         staging = self.packed.next()
         try:
-            if batch.drafts:
+            if batch.draft_lens:
                 step = self._filler.fill_verify(staging, batch, self.packed.layout)
             elif batch.chunks:
                 step = self._filler.fill_mixed(staging, batch, self.packed.layout)
@@ -175,6 +196,8 @@ class DeviceExecutor:
             for (table, _), index, values in zip(deltas, on_device[::2], on_device[1::2], strict=True):
                 table.view(-1).index_copy_(0, index, values)
             self._place_tokens(step.shape, fields)
+            if self.draft is not None and batch.draft_lens:
+                self.draft.guess(batch.decodes, batch.draft_lens)
             logits = self._forward(step.shape, fields, step.host)
             prompt_logprobs = {
                 span.item - len(batch.decodes): to_host(
@@ -196,7 +219,13 @@ class DeviceExecutor:
         staging.record()
         # Of several tokens for one row, the host knows which counts.
         self._held = None if step.shape.verifies else (n, fields.sample_rows, step.host.sample_rows)
-        return Flight(staging, n, step.sample_at, logprobs, prompt_logprobs)
+        drafts: Callable[[], list[tuple[int, ...]]] = partial(list, batch.drafts or ())
+        if (draft := self.draft) is not None:
+            if batch.draft_lens:
+                drafts = partial(draft.guessed, batch.draft_lens)
+            else:  # behind the step's tokens, which are not kept waiting
+                draft.follow(batch)
+        return Flight(staging, n, step.sample_at, logprobs, prompt_logprobs, drafts)
 
     def _keep_tokens(self, shape: StepShape, rows: np.ndarray) -> None:
         """Bring the tokens that the last step sampled to their rows, unless they stand where this step wants them.
@@ -240,52 +269,20 @@ class DeviceExecutor:
 
     def _forward(self, shape: StepShape, fields: Fields[Tensor], host: Fields[np.ndarray]) -> Tensor:
         """Run the model, or replay that; return the logits ``[logits, vocab]``."""
-        cache = self._cache(shape, fields)
-        if not self.backend.supports_graph():
-            for metadata in cache.groups:
-                metadata.seq_lens_host = tuple(host.seq_lens.tolist())
-                metadata.q_lens_host = tuple(np.diff(host.qo_indptr).tolist())
+        cache = self._paged.cache(shape, fields, host)
 
         def work() -> Tensor:
-            n_named = len(fields.host_ids)
-            if n_named:
-                self.ids[shape.n_tokens - n_named : shape.n_tokens].copy_(fields.host_ids)
-            rows = fields.logit_rows if shape.n_chunk_tokens else None
-            ids = self.ids[: shape.n_tokens]
-            with deterministic_algorithms(self._deterministic):
-                logits = self.model.forward_paged(ids, fields.position_ids, cache, self.backend, rows).logits
+            ids, n_named = self.ids[: shape.n_tokens], len(fields.host_ids)
+            if shape.verifies and not shape.n_chunks and self.draft is not None:
+                torch.index_select(self.draft.guesses.view(-1), 0, fields.host_ids, out=ids)
+            elif n_named:
+                ids[shape.n_tokens - n_named :].copy_(fields.host_ids)
+            logits = self._paged.logits(ids, shape, fields, cache)
             if not (shape.is_bucket and shape.n_chunks):
                 return logits
             return self.mixed_logits[: shape.n_requests].copy_(logits)
 
         return self.graphs.run(("forward", shape) if shape.is_bucket else None, work)
-
-    def _cache(self, shape: StepShape, fields: Fields[Tensor]) -> KVCache:
-        cache = self._caches.get(shape)
-        if cache is None:
-            groups = [
-                AttentionMetadata(
-                    phase="prefill" if shape.n_chunks else "decode",
-                    req_to_token=group.req_to_token.table,
-                    req_indices=fields.req_indices,
-                    seq_lens=fields.seq_lens,
-                    kv_indptr=fields.kv_indptr,
-                    qo_indptr=fields.qo_indptr,
-                    out_cache_loc=out_cache_loc,
-                    seq_lens_host=(1,) * shape.n_requests,
-                    q_lens_host=(1,) * shape.n_requests,
-                    window=group.spec.window,
-                    page_size=self.pool.page_size,
-                    contiguous=self.pool.contiguous,
-                    n_single=shape.n_decode,
-                    reads_own_keys=shape.verifies,
-                )
-                for group, out_cache_loc in zip(self.pool.groups, fields.out_cache_locs.unbind(0), strict=True)
-            ]
-            cache = self.pool.view(groups)
-            if shape.is_bucket:
-                self._caches[shape] = cache
-        return cache
 
     def _sample(self, shape: StepShape, fields: Fields[Tensor], logits: Tensor, variant: Variant) -> RowFields:
         rows = RowFields(fields.sample_rows, fields.last_pos, fields.floats, fields.ints)
@@ -312,23 +309,6 @@ class DeviceExecutor:
         if variant == "history":
             self.graphs.run(("record", shape) if shape.is_bucket else None, lambda: self.sampler.record(rows, tokens))
         return logprobs
-
-
-@contextmanager
-def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Switch torch's deterministic mode on inside; new memory is not filled, since none is read before it was written."""
-    if not enabled:
-        yield
-        return
-    settings: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        settings.fill_uninitialized_memory = before[1]
 
 
 def _no_logprobs(n: int) -> Callable[[], list[TokenLogprobs | None]]:

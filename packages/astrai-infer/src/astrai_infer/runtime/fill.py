@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,8 @@ class StepFiller:
         self._fill_lens(host, shape.n_decode, lens, lens)
         host.logit_rows[:] = host.qo_indptr[1:][: len(host.logit_rows)] - 1
         self._fill_chunk_tokens(host, shape.n_decode, [])
+        host.host_ids[:] = 0
+        self._fill_adapters(host)
         return host
 
     def fill_decode(self, staging: Staging, tasks: list[Task], layout_of: LayoutOf) -> FilledStep:
@@ -90,6 +92,7 @@ class StepFiller:
             self._fill_rows(host, self._rows, self._rows[:0], shape.n_decode)
             self._pad_decodes(host, n, shape.n_decode)
             host.qo_indptr[:] = np.arange(shape.n_decode + 1)
+            self._fill_adapters(host, (0, tasks, 1))
             staging.filled = shape, self._batch
         self._fill_decodes(host, self._rows, self._positions)
         host.last_pos[:] = host.position_ids
@@ -99,43 +102,80 @@ class StepFiller:
     def fill_verify(self, staging: Staging, batch: Batch, layout_of: LayoutOf) -> FilledStep:
         """Fill a step in which every row is the newest token of a task, or a guess behind it.
 
-        A guessed row keeps no history, and its token reaches the next step through the host.
+        A guessed row keeps no history, and its token reaches the next step through the host. Where a draft model guesses,
+        the ids are places in its table of guesses, :attr:`DeviceDraft.guesses`.
         """
-        self._decoding = []
-        counts = [1 + len(draft) for draft in batch.drafts]
+        counts = [1 + n for n in batch.draft_lens]
         n = sum(counts)
-        shape = self._buckets.verify(n)
-        host = staging.fields(shape, layout_of(shape)[0])
-        staging.filled = None
         rows = np.repeat(np.array(rows_of(batch.decodes), dtype=np.int64), counts)
         starts = np.repeat(np.array([task.computed_len for task in batch.decodes], dtype=np.int64), counts)
-        first = np.repeat(np.cumsum(counts) - counts, counts)
-        self._fill_rows(host, rows, rows[:0], shape.n_decode)
+        depth = np.arange(n) - np.repeat(np.cumsum(counts) - counts, counts)
+        ids: Any
+        if batch.drafts is None:
+            ids = depth * self._pool.n_rows + np.repeat(np.arange(len(counts)), counts)
+        else:
+            pairs = zip(batch.decodes, batch.drafts, strict=True)
+            ids = [token for task, draft in pairs for token in (task.token_ids[-1], *draft)]
+        shape = self._buckets.verify(n)
+        host = self.fill_singles(staging, shape, rows, starts + depth, ids, layout_of)
         host.sample_rows[:n] = np.where(np.repeat(counts, counts) > 1, self._scratch_row, rows)
+        self._fill_adapters(host, (0, batch.decodes, counts))
+        tasks = [task for task, count in zip(batch.decodes, counts, strict=True) for _ in range(count)]
+        return FilledStep(shape, host, tasks, list(range(n)), [])
+
+    def fill_singles(
+        self,
+        staging: Staging,
+        shape: StepShape,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        ids: Any,
+        layout_of: LayoutOf,
+    ) -> Fields[np.ndarray]:
+        """Fill a step without chunks, whatever the rows were in the step before.
+
+        Parameters
+        ----------
+        rows, positions
+            ``[n]`` int64: whose token is fed, and where it stands; the scratch row has position 0 alone.
+        ids
+            The `n` tokens, if the shape has the host name them.
+        """
+        self._decoding = []
+        n = len(rows)
+        host = staging.fields(shape, layout_of(shape)[0])
+        staging.filled = None
+        self._fill_rows(host, rows, rows[:0], shape.n_decode)
         self._pad_decodes(host, n, shape.n_decode)
-        self._fill_decodes(host, rows, starts + np.arange(n) - first)
-        pairs = zip(batch.decodes, batch.drafts, strict=True)
-        host.host_ids[:n] = [token for task, draft in pairs for token in (task.token_ids[-1], *draft)]
-        host.host_ids[n:] = 0
+        self._fill_decodes(host, rows, positions)
+        if len(host.host_ids):
+            host.host_ids[:n] = ids
+            host.host_ids[n:] = 0
         host.qo_indptr[:] = np.arange(shape.n_decode + 1)
         host.last_pos[:] = host.position_ids
         host.kv_indptr[0] = 0
         np.cumsum(host.seq_lens, out=host.kv_indptr[1:])
-        tasks = [task for task, count in zip(batch.decodes, counts, strict=True) for _ in range(count)]
-        return FilledStep(shape, host, tasks, list(range(n)), [])
+        return host
 
-    def fill_mixed(self, staging: Staging, batch: Batch, layout_of: LayoutOf) -> FilledStep:
-        """Fill a step with chunks of prompts."""
+    def fill_mixed(self, staging: Staging, batch: Batch, layout_of: LayoutOf, *, with_spans: bool = True) -> FilledStep:
+        """Fill a step with chunks of prompts, and the logits that their requests want of them, or without these."""
         self._decoding = []
         decodes, chunks = batch.decodes, batch.chunks
         lens = [item.n_tokens for item in chunks]
         n_decode, n_chunks, n_tokens = len(decodes), len(chunks), sum(lens)
         shape = self._buckets.mixed(n_decode, n_chunks, n_tokens)
         plan = None
-        if any(item.task.params.prompt_logprobs is not None for item in chunks):
+        if with_spans and any(item.task.params.prompt_logprobs is not None for item in chunks):
             plan = plan_logits(batch.items)
             if plan.spans:
-                shape = StepShape(n_decode, n_tokens, n_chunks, n_logits=len(plan.rows), is_bucket=False)
+                shape = replace(
+                    shape,
+                    n_decode=n_decode,
+                    n_chunk_tokens=n_tokens,
+                    n_chunks=n_chunks,
+                    n_logits=len(plan.rows),
+                    is_bucket=False,
+                )
         host = staging.fields(shape, layout_of(shape)[0])
         staging.filled = None
         first = shape.n_decode
@@ -151,6 +191,10 @@ class StepFiller:
         ends = [item.start + item.n_tokens for item in chunks]
         self._fill_lens(host, first, [*lens, *pads], [*ends, *pads])
         self._fill_chunk_tokens(host, first, chunks)
+        if shape.verifies:
+            host.host_ids[:n_decode] = [task.token_ids[-1] for task in decodes]
+            host.host_ids[n_decode:first] = 0
+        self._fill_adapters(host, (0, decodes, 1), (first, [item.task for item in chunks], lens))
         at = [*range(n_decode), *(first + i for i, item in enumerate(chunks) if item.samples)]
         if plan is not None and plan.spans:
             host.logit_rows[:] = plan.rows
@@ -201,18 +245,34 @@ class StepFiller:
         for locs, group in zip(host.out_cache_locs, self._pool.groups, strict=True):
             locs[:n] = group.req_to_token.host[rows, positions]
 
+    def _fill_adapters(self, host: Fields[np.ndarray], *parts: tuple[int, Sequence[Task], int | Sequence[int]]) -> None:
+        """Write whose adapter each token has; padding has none.
+
+        Parameters
+        ----------
+        parts
+            First token, tasks, and how many tokens each of them has.
+        """
+        ids = host.adapter_ids
+        if not len(ids):
+            return
+        ids[:] = -1
+        for first, tasks, counts in parts:
+            slots = np.repeat(np.array([task.adapter_slot for task in tasks], dtype=np.int32), counts)
+            ids[first : first + len(slots)] = slots
+
     def _fill_chunk_tokens(self, host: Fields[np.ndarray], first: int, chunks: Sequence[BatchItem]) -> None:
         """Write ids, positions and slots of the tokens behind the decoding rows."""
-        at = first
+        at, ids = first, host.host_ids[len(host.host_ids) - (len(host.position_ids) - first) :]
         for item in chunks:
             row, start, end = item.task.row, item.start, item.start + item.n_tokens
             stop = at + item.n_tokens
-            host.host_ids[at - first : stop - first] = item.task.token_ids[start:end]
+            ids[at - first : stop - first] = item.task.token_ids[start:end]
             host.position_ids[at:stop] = np.arange(start, end)
             for locs, group in zip(host.out_cache_locs, self._pool.groups, strict=True):
                 locs[at:stop] = group.req_to_token.host[row, start:end]
             at = stop
-        host.host_ids[at - first :] = 0
+        ids[at - first :] = 0
         host.position_ids[at:] = 0
         for locs, group in zip(host.out_cache_locs, self._pool.groups, strict=True):
             locs[at:] = group.req_to_token.scratch_slot

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -34,15 +35,27 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._alive: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Callable[[], R]) -> tuple[Callable[[], None], R]:
         """See :class:`Capture`."""
+        if len(self._alive) == len(self._failed):
+            self._failed.clear()
+            # torch refuses the handle of a pool whose graphs are gone if a piece of it is still in use.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile; what they do is none of the capture's business.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = run()
+        self._alive.add(graph)
+        try:
+            # Other threads may allocate meanwhile; what they do is none of the capture's business.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                output = run()
+        except BaseException:
+            # With a graph torch 2.13 frees the workspaces of cuBLAS on its stream, which the other graphs hold addresses of
+            # (pytorch/pytorch#193402): no graph goes before all do.
+            self._failed.append(graph)
+            raise
         return graph.replay, output
 
 

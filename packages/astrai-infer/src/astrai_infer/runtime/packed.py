@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -37,7 +38,7 @@ class Fields(Generic[T]):
     """``[groups, tokens]`` int64."""
     host_ids: T
     """``[chunk tokens]`` int64: ids of the tokens behind the decoding rows, whose own ids are on the device; of all tokens
-    in a step that verifies."""
+    where the shape has the host name them."""
     logit_rows: T
     """``[logits]`` int64: tokens of the step whose logits are wanted; empty if it is all of them."""
     sample_at: T
@@ -54,6 +55,8 @@ class Fields(Generic[T]):
     """``[requests + 1]`` int32."""
     qo_indptr: T
     """``[requests + 1]`` int32."""
+    adapter_ids: T
+    """``[tokens]`` int32: slot of each one's adapter, -1 for none; empty in an engine without adapters."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Layout:
     n_bytes: int
 
     @classmethod
-    def of(cls, shape: StepShape, n_groups: int) -> Layout:
+    def of(cls, shape: StepShape, n_groups: int, has_adapters: bool = False) -> Layout:
         """Lay the fields of `shape` out one after the other."""
         requests, tokens, chunk_tokens = shape.n_requests, shape.n_tokens, shape.n_chunk_tokens
         n_logits = 0 if chunk_tokens == 0 else requests if shape.n_logits is None else shape.n_logits
@@ -84,6 +87,7 @@ class Layout:
             (short, (requests,)),
             (short, (requests + 1,)),
             (short, (requests + 1,)),
+            (short, (tokens if has_adapters else 0,)),
         )
         sections, offset = [], 0
         for dtype, size in fields:
@@ -144,7 +148,7 @@ class Staging:
 
 
 class Packed:
-    """The device's buffer and two pieces of staging, filled in turn: one step runs while the next is prepared.
+    """The device's buffer and pieces of staging, filled in turn: one step runs while the next is prepared.
 
     Parameters
     ----------
@@ -152,19 +156,34 @@ class Packed:
         Of the largest step's fields.
     n_deltas
         Entries of the tables' changes that fit behind them.
+    has_adapters
+        Whether tokens have adapters.
+    n_steps
+        Steps that can be in the device's queue at once.
     """
 
-    def __init__(self, n_bytes: int, n_deltas: int, n_rows: int, n_groups: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        n_bytes: int,
+        n_deltas: int,
+        n_rows: int,
+        n_groups: int,
+        device: torch.device,
+        *,
+        has_adapters: bool = False,
+        n_steps: int = 2,
+    ) -> None:
         self.n_groups = n_groups
+        self.has_adapters = has_adapters
         self.n_deltas = n_deltas
         n_bytes += ALIGN + 12 * n_deltas
         self.memory = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-        self._ring = [Staging(n_bytes, n_rows, device) for _ in range(2)]
+        self._ring = deque(Staging(n_bytes, n_rows, device) for _ in range(n_steps))
         self._layouts: dict[StepShape, tuple[Layout, Fields[Tensor]]] = {}
 
     def next(self) -> Staging:
-        """Take the staging whose step is the older of the last two, when that step has ended."""
-        self._ring.reverse()
+        """Take the staging whose step is the oldest, when that step has ended."""
+        self._ring.rotate()
         staging = self._ring[0]
         staging.wait()
         return staging
@@ -173,7 +192,7 @@ class Packed:
         """Return where a shape's fields lie, and the fields on the device."""
         found = self._layouts.get(shape)
         if found is None:
-            layout = Layout.of(shape, self.n_groups)
+            layout = Layout.of(shape, self.n_groups, self.has_adapters)
             found = layout, layout.on_device(self.memory)
             if shape.is_bucket:
                 self._layouts[shape] = found
@@ -197,4 +216,5 @@ class Packed:
             spans.append((end, array.nbytes, torch.int64 if array.dtype == np.int64 else torch.int32))
             end += -(-array.nbytes // 8) * 8
         self.memory[:end].copy_(staging.memory[:end], non_blocking=True)
+        staging.record()  # a step that fails from here on leaves a copy in the queue that reads this memory
         return [self.memory[start : start + n_bytes].view(dtype) for start, n_bytes, dtype in spans]

@@ -32,7 +32,8 @@ class StepShape:
     n_logits: int | None = None
     """Rows of logits, where prompts want some besides each request's last."""
     verifies: bool = False
-    """The rows that decode are positions of fewer sequences: newest tokens, and guesses behind them."""
+    """The host names the tokens of the rows that decode. Without chunks these are positions of fewer sequences: newest
+    tokens, and guesses behind them."""
     is_bucket: bool = True
     """One of few shapes that steps are padded to: worth a graph."""
 
@@ -58,9 +59,13 @@ class Buckets:
         Longest sequence: a chunk of padding is no longer.
     max_tokens
         Most tokens of a step.
+    verifies
+        Whether steps without chunks verify guesses. Of several tokens for a row the host knows which one counts, so it names
+        those of the rows that decode in all steps.
     """
 
-    def __init__(self, max_rows: int, max_len: int, max_tokens: int) -> None:
+    def __init__(self, max_rows: int, max_len: int, max_tokens: int, *, verifies: bool = False) -> None:
+        self.verifies = verifies
         self.max_rows = max_rows
         self.most_chunk_tokens = min(MOST_CHUNK_TOKENS, chunk_bucket(max_tokens))
         self._max_len = max_len
@@ -74,7 +79,7 @@ class Buckets:
     def first(self) -> list[StepShape]:
         """The shapes captured before the first request comes, the largest first: all that only decode. When requests end
         one by one, a step of each size comes along, and each capture would hold everybody up for 30 ms."""
-        return [StepShape(size) for size in reversed(self.decode_sizes)]
+        return [StepShape(size, verifies=self.verifies) for size in reversed(self.decode_sizes)]
 
     @property
     def widest(self) -> list[StepShape]:
@@ -92,7 +97,8 @@ class Buckets:
 
     def mixed(self, n_decode: int, n_chunks: int, n_chunk_tokens: int) -> StepShape:
         """Return the shape for a step with chunks. What is left of the bucket's chunks must have a token each."""
-        exact = StepShape(n_decode, n_chunk_tokens, n_chunks, is_bucket=False)
+        verifies = self.verifies and n_decode > 0
+        exact = StepShape(n_decode, n_chunk_tokens, n_chunks, verifies=verifies, is_bucket=False)
         rows = self.decode(n_decode).n_decode if n_decode else 0
         chunks = 1 << (n_chunks - 1).bit_length()
         while True:
@@ -104,4 +110,4 @@ class Buckets:
         longest_pad = tokens - least + 1
         if tokens > self.most_chunk_tokens or chunks > MOST_CHUNKS or longest_pad > self._max_len:
             return exact
-        return StepShape(rows, tokens, chunks)
+        return StepShape(rows, tokens, chunks, verifies=verifies)

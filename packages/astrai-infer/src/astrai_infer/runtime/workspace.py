@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -40,6 +41,19 @@ class Buffer:
         return view
 
 
+@dataclass(frozen=True)
+class BindState:
+    """What the workspace holds since the last step (row S8)."""
+
+    rows: list[int]
+    lens: list[int]
+    decode: bool
+
+    def is_steady_increment(self, rows: list[int], lens: list[int], decode: bool) -> bool:
+        """Whether the same requests decode again, each one token longer."""
+        return self.decode and decode and self.rows == rows and [n + 1 for n in self.lens] == lens
+
+
 class InferenceWorkspace:
     """The step's inputs and attention metadata; allocates once.
 
@@ -51,6 +65,8 @@ class InferenceWorkspace:
         ``[max_tokens]`` int64, one for each group of layers.
     logit_rows
         ``[max_tokens]`` int64: which of the step's tokens need logits, where not all do.
+    adapter_ids
+        ``[max_tokens]`` int32: slot of each token's adapter, in an engine with adapters.
     req_indices, last_pos
         ``[max_rows]`` int64. last_pos: index within its sequence of the last token of each request that samples.
     seq_lens
@@ -61,9 +77,11 @@ class InferenceWorkspace:
 
     def __init__(self, max_tokens: int, max_rows: int, device: torch.device, n_groups: int = 1) -> None:
         self.device = device
+        self.bound = BindState([], [], False)
         self.input_ids, self.position_ids = (Buffer(max_tokens, torch.int64, device) for _ in range(2))
         self.out_cache_locs = tuple(Buffer(max_tokens, torch.int64, device) for _ in range(n_groups))
         self.logit_rows = Buffer(max_tokens, torch.int64, device)
+        self.adapter_ids = Buffer(max_tokens, torch.int32, device)
         self.req_indices, self.last_pos = (Buffer(max_rows, torch.int64, device) for _ in range(2))
         self.seq_lens = Buffer(max_rows, torch.int32, device)
         self.kv_indptr, self.qo_indptr = (Buffer(max_rows + 1, torch.int32, device) for _ in range(2))

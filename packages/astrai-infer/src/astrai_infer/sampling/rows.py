@@ -20,6 +20,9 @@ from astrai_infer.task import Task
 Variant = Literal["greedy", "random", "history"]
 """What a batch needs: argmax; filters and draws; these after penalties."""
 
+VARIANTS: tuple[Variant, ...] = ("greedy", "random")
+"""What is captured before the first request; penalties come when someone asks for them."""
+
 
 @dataclass(frozen=True)
 class RowFields:

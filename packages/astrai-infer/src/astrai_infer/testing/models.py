@@ -60,6 +60,7 @@ class ScriptedModel(torch.nn.Module):
         self.windows: tuple[int | None, ...] = (None,)
         self.device = torch.device("cpu")
         self.dtype = torch.float32
+        self.supports_graph = True
         self.n_fed = 0
 
     def pack_weights(self) -> None:

@@ -1,0 +1,100 @@
+"""An engine whose decode steps are one kernel (G2): the text of one that runs op by op, graphs or not, asleep or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from astrai_core import SamplingParams
+from astrai_core.auto import AutoModel
+from astrai_core.errors import ConfigError
+from astrai_core.model.transformer import CausalLM
+from astrai_core.types import Request
+from astrai_infer import EngineConfig, InferenceEngine
+from astrai_infer.testing import byte_tokenizer
+from astrai_infer.testing.models import tiny_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
+
+SIZES = {
+    "vocab_size": 264,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 2048,
+}
+
+
+def build(**options: Any) -> CausalLM:
+    """In bf16, with large weights, so that its greedy text wanders."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    served = AutoModel.from_config(tiny_config(**SIZES | options), "bfloat16", "cuda", generator).eval()
+    with torch.no_grad():
+        for parameter in served.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    return served
+
+
+def engine_of(model: CausalLM, **config: Any) -> InferenceEngine:
+    settings = {"max_num_seqs": 16, "max_batch_tokens": 256, "kv_cache_bytes": 1 << 26} | config
+    return InferenceEngine(model, byte_tokenizer(), EngineConfig(**settings))
+
+
+def texts(engine: InferenceEngine, n: int) -> list[list[int]]:
+    asked = [
+        Request(
+            prompt_token_ids=tuple(range(3 + i, 40 + 7 * i)),
+            params=SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+        )
+        for i in range(n)
+    ]
+    return [list(c.token_ids) for c in engine.scheduler.run_batch(asked)]
+
+
+def agreement(mine: list[list[int]], other: list[list[int]]) -> float:
+    """Share of tokens before the first that differs: attention rounds otherwise, and one near tie changes what follows."""
+    same = 0
+    for x, y in zip(mine, other, strict=True):
+        same += next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
+    return same / sum(map(len, mine))
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 11])
+def test_text_is_that_of_an_engine_without(n):
+    """One to eight requests by the kernel; of eleven, the last eight."""
+    model = build()
+    expected = texts(engine_of(model), n)
+    assert model.whole_step is None
+    engine = engine_of(model, step_kernel=True)
+    assert model.whole_step is not None
+    found = texts(engine, n)
+    assert model.whole_step._step is not None, "the kernel ran"
+    assert agreement(found, expected) > 0.6
+    assert texts(engine_of(model, step_kernel=True, cuda_graphs=False), n) == found, "graphs change no bit"
+
+
+def test_it_survives_sleep():
+    """The pool comes back elsewhere; the kernel is told."""
+    model = build()
+    engine = engine_of(model, step_kernel=True)
+    expected = texts(engine, 2)
+    engine.sleep()
+    engine.resume()
+    assert texts(engine, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "message"),
+    [
+        ({}, {"deterministic": True}, "deterministic is True"),
+        ({}, {"kv_dtype": "float8_e4m3fn"}, "kv_dtype is 'float8_e4m3fn'"),
+        ({}, {"max_loras": 2}, "there is room for adapters"),
+        ({"mlp_bias": True}, {}, "its feed-forward layers have biases"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(options, config, message):
+    with pytest.raises(ConfigError, match=f"step_kernel is True but {message}"):
+        engine_of(build(**options), step_kernel=True, **config)
