@@ -13,16 +13,21 @@ from astrai_core import SamplingParams
 from astrai_core.checkpoint.adapter import load_adapter
 from astrai_core.errors import ConfigError, RequestError
 from astrai_core.model.lora import adapters_off
-from astrai_core.types import Request
 from astrai_infer import InferenceEngine
 from astrai_infer.runtime.device import DeviceExecutor
 from astrai_infer.testing import small_engine, tiny_model
-from astrai_infer.testing.adapters import merged_model, save_tiny_adapters
+from astrai_infer.testing.adapters import (
+    GREEDY,
+    NAMES,
+    PROMPTS,
+    asked,
+    engine_on,
+    expected,
+    merged_model,
+    save_tiny_adapters,
+)
 from astrai_infer.testing.device import Recorder, device_engine
 
-NAMES = (None, "wide", "small", "wide", None, "small")
-PROMPTS = [tuple(range(10 + i, 10 + i + length)) for i, length in enumerate((40, 5, 33, 18, 20, 40))]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
@@ -54,43 +59,9 @@ def record_logits(engine: InferenceEngine, name: str | None = None) -> Logits:
     return found
 
 
-def asked(names: Any = NAMES, params: SamplingParams = GREEDY) -> list[Request]:
-    return [
-        Request(prompt_token_ids=prompt, params=params, request_id=str(i), adapter=name)
-        for i, (prompt, name) in enumerate(zip(PROMPTS, names, strict=True))
-    ]
-
-
-def expected(texts: Any, names: Any = NAMES) -> list[tuple[int, ...]]:
-    return [texts[name, i] for i, name in enumerate(names)]
-
-
-def engine_on(road: str, **config: Any) -> InferenceEngine:
-    if road == "plain":
-        return small_engine(tiny_model(), **config)
-    return device_engine(tiny_model(), Recorder() if road == "captured" else None, **config)
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return save_tiny_adapters(tmp_path_factory.mktemp("adapters"))
-
-
-@pytest.fixture(scope="module")
-def texts(paths: dict[str, Path]) -> dict[tuple[str | None, int], tuple[int, ...]]:
-    """(Adapter, prompt) -> its greedy tokens, by the merged model alone."""
-    found = {}
-    for name in (None, *paths):
-        with small_engine(merged_model(paths.get(name or "")), prefix_cache=False, max_num_seqs=1) as engine:
-            for i, prompt in enumerate(PROMPTS):
-                found[name, i] = engine.generate(prompt, GREEDY).token_ids
-    assert all(len({found[name, i] for name in (None, *paths)}) == 3 for i in range(len(PROMPTS))), "adapters matter"
-    return found
-
-
 @pytest.fixture
-def engine(paths: dict[str, Path]) -> Iterator[InferenceEngine]:
-    with small_engine(tiny_model(), adapters=paths, max_num_seqs=4, max_batch_tokens=24) as made:
+def engine(adapter_paths: dict[str, Path]) -> Iterator[InferenceEngine]:
+    with small_engine(tiny_model(), adapters=adapter_paths, max_num_seqs=4, max_batch_tokens=24) as made:
         yield made
 
 
@@ -102,11 +73,13 @@ def test_a_mixed_batch_is_that_of_the_merged_models(tmp_path: Path, family: str)
     """Issue 7, LoRA: base and adapters of two ranks in one batch, in chunks and decodes, preempted and not: every token,
     and every logit within 1e-5, is that of the model with the request's adapter merged into it."""
     changes = FAMILIES[family]
-    paths = save_tiny_adapters(tmp_path, **changes)
+    adapter_paths = save_tiny_adapters(tmp_path, **changes)
     tokens: dict[int, tuple[int, ...]] = {}
     logits: Logits = {}
-    for name in (None, *paths):
-        with small_engine(merged_model(paths.get(name or ""), **changes), prefix_cache=False, max_num_seqs=1) as alone:
+    for name in (None, *adapter_paths):
+        with small_engine(
+            merged_model(adapter_paths.get(name or ""), **changes), prefix_cache=False, max_num_seqs=1
+        ) as alone:
             found = record_logits(alone, name)
             for i, own in enumerate(NAMES):
                 if own == name:
@@ -119,7 +92,7 @@ def test_a_mixed_batch_is_that_of_the_merged_models(tmp_path: Path, family: str)
         {"max_num_seqs": 6, "cache_mode": "contiguous"},
     ]
     for way in ways:
-        with small_engine(tiny_model(**changes), adapters=paths, **way) as engine:
+        with small_engine(tiny_model(**changes), adapters=adapter_paths, **way) as engine:
             found = record_logits(engine)
             completions = engine.scheduler.run_batch(asked())
             assert [c.token_ids for c in completions] == [tokens[i] for i in range(len(NAMES))]
@@ -130,12 +103,12 @@ def test_a_mixed_batch_is_that_of_the_merged_models(tmp_path: Path, family: str)
             assert engine.pool.n_used == 0
 
 
-def test_the_prefix_cache_keeps_adapters_apart(engine: InferenceEngine, texts: Any) -> None:
+def test_the_prefix_cache_keeps_adapters_apart(engine: InferenceEngine, adapter_texts: Any) -> None:
     """Rule 8: what one adapter, or the base, computed is never found for another, and always for itself."""
     for n_cached in (0, 32):
         for name in (None, "wide", "small"):
             completion = engine.generate(PROMPTS[0], GREEDY, adapter=name)
-            assert completion.token_ids == texts[name, 0]
+            assert completion.token_ids == adapter_texts[name, 0]
             assert completion.usage.cached_tokens == n_cached
 
 
@@ -153,23 +126,25 @@ def test_choices_share_their_prompt_and_a_seed_its_text(engine: InferenceEngine)
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("config", [{"max_batch_tokens": 24}, {"max_batch_tokens": 200, "n_pages": 9}])
-def test_the_road_of_the_device_gives_the_same_answers(paths: Any, texts: Any, captured: bool, config: Any) -> None:
+def test_the_road_of_the_device_gives_the_same_answers(
+    adapter_paths: Any, adapter_texts: Any, captured: bool, config: Any
+) -> None:
     """Ids among the packed inputs, padded to buckets, one step ahead, replayed: requests that come and go with other
     adapters in the same rows get their own."""
     recorder = Recorder() if captured else None
-    engine = device_engine(tiny_model(), recorder, adapters=paths, max_num_seqs=5, **config)
+    engine = device_engine(tiny_model(), recorder, adapters=adapter_paths, max_num_seqs=5, **config)
     for turn in range(len(NAMES)):
         names = NAMES[turn:] + NAMES[:turn]
         completions = engine.scheduler.run_batch(asked(names))
-        assert [c.token_ids for c in completions] == expected(texts, names)
+        assert [c.token_ids for c in completions] == expected(adapter_texts, names)
     assert engine.pool.n_used == 0
     assert recorder is None or recorder.n_replays > engine.scheduler.n_steps
     engine.close()
 
 
-def test_padding_has_no_adapter_and_ids_stay_where_they_are(paths: Any) -> None:
+def test_padding_has_no_adapter_and_ids_stay_where_they_are(adapter_paths: Any) -> None:
     """W1: a shape's ids have one address; rows that nobody has are -1, whoever had them in the step before."""
-    engine = device_engine(tiny_model(), None, adapters=paths, max_num_seqs=7, max_batch_tokens=64)
+    engine = device_engine(tiny_model(), None, adapters=adapter_paths, max_num_seqs=7, max_batch_tokens=64)
     executor = engine.scheduler.executor
     assert isinstance(executor, DeviceExecutor)
     slots = executor.adapters
@@ -205,19 +180,19 @@ def test_padding_has_no_adapter_and_ids_stay_where_they_are(paths: Any) -> None:
 
 @pytest.mark.parametrize("road", ["plain", "device", "captured"])
 @pytest.mark.parametrize("how", ["ngram", "draft"])
-def test_guesses_have_the_adapter_of_their_request(paths: Any, texts: Any, road: str, how: str) -> None:
+def test_guesses_have_the_adapter_of_their_request(adapter_paths: Any, adapter_texts: Any, road: str, how: str) -> None:
     """Speculation: every row of a step that verifies has the adapter of its request, and no token changes; a draft model
     has none."""
-    answers = {str(i): tokens for i, tokens in enumerate(expected(texts))}
+    answers = {str(i): tokens for i, tokens in enumerate(expected(adapter_texts))}
     config = {"max_num_seqs": 24, "max_batch_tokens": 64, "speculation": how, "max_draft_tokens": 3}
     draft = {"draft_model": tiny_model()} if how == "draft" else {}
-    with engine_on(road, adapters=paths, **config, **draft) as engine:
+    with engine_on(road, adapters=adapter_paths, **config, **draft) as engine:
         drafter: Any = engine.scheduler.drafter
         drafter.propose = lambda task, limit: answers[task.request_id][task.output_len :][: min(limit, 3)]
         for _ in range(2):
             n_before = engine.scheduler.n_steps
             completions = engine.scheduler.run_batch(asked())
-            assert [c.token_ids for c in completions] == expected(texts)
+            assert [c.token_ids for c in completions] == expected(adapter_texts)
             assert engine.scheduler.n_steps - n_before < (9 if how == "ngram" else 14)
         assert drafter.counts.n_accepted > 0
 
@@ -225,7 +200,7 @@ def test_guesses_have_the_adapter_of_their_request(paths: Any, texts: Any, road:
 # ---- without ----
 
 
-def test_an_engine_without_adapters_pays_nothing(texts: Any) -> None:
+def test_an_engine_without_adapters_pays_nothing(adapter_texts: Any) -> None:
     """No room, no ids among the inputs, projections as they were; a request that names one is refused."""
     model = tiny_model()
     engine = device_engine(model, None, max_num_seqs=4)
@@ -234,7 +209,7 @@ def test_an_engine_without_adapters_pays_nothing(texts: Any) -> None:
     assert isinstance(executor, DeviceExecutor)
     layouts = [executor.packed.layout(shape)[1] for shape in executor.buckets.first]
     assert all(len(fields.adapter_ids) == 0 for fields in layouts)
-    assert [c.token_ids for c in engine.scheduler.run_batch(asked([None] * 6))] == expected(texts, [None] * 6)
+    assert [c.token_ids for c in engine.scheduler.run_batch(asked([None] * 6))] == expected(adapter_texts, [None] * 6)
     with pytest.raises(RequestError, match="adapter 'wide' is not loaded, none is"):
         engine.scheduler.run_batch(asked())
     with pytest.raises(ConfigError, match="this engine has no room for adapters; set max_loras"):
@@ -242,11 +217,11 @@ def test_an_engine_without_adapters_pays_nothing(texts: Any) -> None:
     engine.close()
 
 
-def test_a_model_with_adapters_of_its_own_takes_no_others(paths: Any) -> None:
+def test_a_model_with_adapters_of_its_own_takes_no_others(adapter_paths: Any) -> None:
     """What a LoRA run trains is served as it is, and not beside others."""
     model = tiny_model()
-    load_adapter(model, paths["wide"])
+    load_adapter(model, adapter_paths["wide"])
     with pytest.raises(ConfigError, match="beside those that the model has already"):
-        small_engine(model, adapters={"small": paths["small"]})
+        small_engine(model, adapters={"small": adapter_paths["small"]})
     with adapters_off(model), small_engine(model) as base, small_engine(tiny_model()) as plain:
         assert base.generate(PROMPTS[1], GREEDY).token_ids == plain.generate(PROMPTS[1], GREEDY).token_ids

@@ -335,12 +335,14 @@ def test_a_steady_step_of_experts_waits_for_nothing(experts):
     """W1, C5, by torch's detector of synchronising calls, without graphs too."""
     for config in ({}, {"cuda_graphs": False}):
         with steady_engine(experts, 7, config) as engine:
+            before = engine.scheduler.n_steps
             torch.cuda.set_sync_debug_mode("error")
             try:
                 for _ in range(20):
                     engine.scheduler.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
+            assert engine.scheduler.n_steps == before + 20, "each of them was launched"
 
 
 def test_experts_whose_shares_are_read_back_run_without_graphs():

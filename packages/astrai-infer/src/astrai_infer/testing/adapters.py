@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from astrai_core.checkpoint.adapter import load_adapter, save_adapter
 from astrai_core.config.lora import LoRAConfig
 from astrai_core.model.lora import adapters, apply_lora, merge_lora
 from astrai_core.model.transformer import CausalLM
+from astrai_core.types import Request, SamplingParams
+from astrai_infer.engine import InferenceEngine
+from astrai_infer.testing.device import Recorder, device_engine
+from astrai_infer.testing.engines import small_engine
 from astrai_infer.testing.models import tiny_model
 
 CONFIGS = {
@@ -18,6 +23,12 @@ CONFIGS = {
     "small": LoRAConfig(rank=3, alpha=6, rslora=True, target_modules=("q_proj", "v_proj", "down_proj")),
 }
 """Two that differ in rank, scaling and targets."""
+
+NAMES: Sequence[str | None] = (None, "wide", "small", "wide", None, "small")
+PROMPTS = [tuple(range(10 + i, 10 + i + length)) for i, length in enumerate((40, 5, 33, 18, 20, 40))]
+"""Adapters of :data:`CONFIGS` by request, and their prompts."""
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
 def save_tiny_adapter(directory: Path, seed: int = 0, config: LoRAConfig | None = None, **changes: Any) -> Path:
@@ -47,3 +58,25 @@ def merged_model(directory: Path | None, **changes: Any) -> CausalLM:
         load_adapter(model, directory)
         merge_lora(model)
     return model
+
+
+def asked(names: Sequence[str | None] = NAMES, params: SamplingParams = GREEDY) -> list[Request]:
+    """Ask every prompt of its adapter."""
+    return [
+        Request(prompt_token_ids=prompt, params=params, request_id=str(i), adapter=name)
+        for i, (prompt, name) in enumerate(zip(PROMPTS, names, strict=True))
+    ]
+
+
+def expected(
+    texts: Mapping[tuple[str | None, int], tuple[int, ...]], names: Sequence[str | None] = NAMES
+) -> list[tuple[int, ...]]:
+    """Return the tokens of (adapter, prompt) for each request."""
+    return [texts[name, i] for i, name in enumerate(names)]
+
+
+def engine_on(road: str, **config: Any) -> InferenceEngine:
+    """Build an engine on the plain road, or on the device's: "captured" or not."""
+    if road == "plain":
+        return small_engine(tiny_model(), **config)
+    return device_engine(tiny_model(), Recorder() if road == "captured" else None, **config)
