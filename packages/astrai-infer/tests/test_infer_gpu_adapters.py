@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from astrai_core import SamplingParams
-from astrai_core.auto import AutoModel
 from astrai_core.checkpoint.adapter import load_adapter
 from astrai_core.config.lora import LoRAConfig
 from astrai_core.model.lora import merge_lora
@@ -20,11 +19,10 @@ from astrai_infer import EngineConfig, InferenceEngine
 from astrai_infer.runtime.device import DeviceExecutor
 from astrai_infer.runtime.shapes import StepShape
 from astrai_infer.testing import byte_tokenizer, save_tiny_adapter
-from astrai_infer.testing.models import tiny_config
+from astrai_infer.testing.models import GPU_SIZES, gpu_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "max_position_embeddings": 2048}
 CONFIGS = {
     "wide": LoRAConfig(rank=40, alpha=40),
     "small": LoRAConfig(rank=6, alpha=12, target_modules=("q_proj", "v_proj", "down_proj")),
@@ -34,21 +32,14 @@ NAMES = (None, "wide", "small")
 
 @pytest.fixture(scope="module")
 def model() -> CausalLM:
-    """Head size 64 in bf16, with large weights, so that its greedy text wanders."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    served = AutoModel.from_config(tiny_config(**SIZES), "bfloat16", "cuda", generator).eval()
-    with torch.no_grad():
-        for parameter in served.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
-    return served
+    return gpu_model()
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("adapters")
     return {
-        name: save_tiny_adapter(root / name, seed, config, **SIZES)
+        name: save_tiny_adapter(root / name, seed, config, **GPU_SIZES)
         for seed, (name, config) in enumerate(CONFIGS.items())
     }
 

@@ -8,40 +8,25 @@ import pytest
 import torch
 
 from astrai_core import SamplingParams
-from astrai_core.auto import AutoModel
 from astrai_core.model.transformer import CausalLM
 from astrai_core.types import Request
 from astrai_infer import EngineConfig, InferenceEngine
 from astrai_infer.runtime.device import DeviceExecutor
 from astrai_infer.testing import byte_tokenizer
-from astrai_infer.testing.models import tiny_config
+from astrai_infer.testing.models import gpu_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
-
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 2048}
-
-
-@torch.no_grad()
-def model_of(seed: int, n_layers: int) -> CausalLM:
-    """Head size 64 in bf16, with large weights, so that its greedy text wanders."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    config = tiny_config(**SIZES, num_hidden_layers=n_layers)
-    made = AutoModel.from_config(config, "bfloat16", "cuda", generator).eval()
-    for parameter in made.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(4.0)
-    return made
 
 
 @pytest.fixture(scope="module")
 def model() -> CausalLM:
-    return model_of(0, 3)
+    return gpu_model()
 
 
 @pytest.fixture(scope="module")
 def drafts(model: CausalLM) -> dict[str, CausalLM]:
     """One that is always right where sums are in a fixed order, and one that is nearly always wrong."""
-    return {"same": model_of(0, 3), "other": model_of(1, 1)}
+    return {"same": gpu_model(), "other": gpu_model(1, num_hidden_layers=1)}
 
 
 def engine_of(model: CausalLM, draft: CausalLM | None, **config: Any) -> InferenceEngine:

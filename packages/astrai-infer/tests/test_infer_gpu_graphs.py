@@ -18,11 +18,9 @@ from astrai_infer.runtime.shapes import StepShape
 from astrai_infer.speculation import NgramDrafter
 from astrai_infer.task import Task
 from astrai_infer.testing import byte_tokenizer
-from astrai_infer.testing.models import tiny_config
+from astrai_infer.testing.models import GPU_SIZES, gpu_model, tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
-
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "max_position_embeddings": 2048}
 
 EXPERTS = {
     "model_type": "qwen3_moe",
@@ -36,14 +34,7 @@ EXPERTS = {
 
 @pytest.fixture(scope="module")
 def model() -> CausalLM:
-    """Head size 64 in bf16, with large weights, so that its greedy text wanders."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    served = AutoModel.from_config(tiny_config(**SIZES), "bfloat16", "cuda", generator).eval()
-    with torch.no_grad():
-        for parameter in served.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
-    return served
+    return gpu_model()
 
 
 def engine_of(model: CausalLM, **config) -> InferenceEngine:
@@ -217,7 +208,7 @@ def test_new_weights_keep_graphs_and_addresses(model):
 
 def test_graphs_asked_for_where_there_can_be_none():
     """Strict: a backend that cannot be captured refuses, and by default the engine runs without."""
-    served = AutoModel.from_config(tiny_config(**SIZES), "bfloat16", "cuda", torch.Generator("cuda")).eval()
+    served = AutoModel.from_config(tiny_config(**GPU_SIZES), "bfloat16", "cuda", torch.Generator("cuda")).eval()
     with pytest.raises(ConfigError, match="TorchNativeBackend cannot be captured"):
         engine_of(served, backend="torch_native", cuda_graphs=True)
     with engine_of(served, backend="torch_native") as engine:
@@ -279,13 +270,7 @@ def test_deterministic_answers_do_not_depend_on_the_batch(model, graphs):
 
 
 def model_with_experts(dtype: str = "bfloat16") -> CausalLM:
-    generator = torch.Generator("cuda").manual_seed(0)
-    served = AutoModel.from_config(tiny_config(**SIZES, **EXPERTS), dtype, "cuda", generator).eval()
-    with torch.no_grad():
-        for parameter in served.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
-    return served
+    return gpu_model(dtype=dtype, **EXPERTS)
 
 
 @pytest.fixture(scope="module")

@@ -5,37 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from astrai_core import SamplingParams
-from astrai_core.auto import AutoModel
 from astrai_core.errors import ConfigError
 from astrai_core.model.transformer import CausalLM
 from astrai_core.types import Request
 from astrai_infer import EngineConfig, InferenceEngine
 from astrai_infer.testing import byte_tokenizer
-from astrai_infer.testing.models import tiny_config
+from astrai_infer.testing.models import gpu_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
 
-SIZES = {
-    "vocab_size": 264,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 2048,
-}
-
-
-def build(**options: Any) -> CausalLM:
-    """In bf16, with large weights, so that its greedy text wanders."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    served = AutoModel.from_config(tiny_config(**SIZES | options), "bfloat16", "cuda", generator).eval()
-    with torch.no_grad():
-        for parameter in served.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)
-    return served
+VOCAB = 264
+"""A multiple of 8, as the kernel wants it."""
 
 
 def engine_of(model: CausalLM, **config: Any) -> InferenceEngine:
@@ -65,7 +47,7 @@ def agreement(mine: list[list[int]], other: list[list[int]]) -> float:
 @pytest.mark.parametrize("n", [1, 3, 8, 11])
 def test_text_is_that_of_an_engine_without(n):
     """One to eight requests by the kernel; of eleven, the last eight."""
-    model = build()
+    model = gpu_model(vocab_size=VOCAB)
     expected = texts(engine_of(model), n)
     assert model.whole_step is None
     engine = engine_of(model, step_kernel=True)
@@ -78,7 +60,7 @@ def test_text_is_that_of_an_engine_without(n):
 
 def test_it_survives_sleep():
     """The pool comes back elsewhere; the kernel is told."""
-    model = build()
+    model = gpu_model(vocab_size=VOCAB)
     engine = engine_of(model, step_kernel=True)
     expected = texts(engine, 2)
     engine.sleep()
@@ -97,4 +79,4 @@ def test_it_survives_sleep():
 )
 def test_what_it_cannot_do_is_refused_by_name(options, config, message):
     with pytest.raises(ConfigError, match=f"step_kernel is True but {message}"):
-        engine_of(build(**options), step_kernel=True, **config)
+        engine_of(gpu_model(**{"vocab_size": VOCAB, **options}), step_kernel=True, **config)

@@ -43,6 +43,21 @@ def tiny_model(seed: int = 0, **changes: Any) -> CausalLM:
     return model
 
 
+GPU_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "max_position_embeddings": 2048}
+"""Of :func:`gpu_model`: head size 64."""
+
+
+@torch.no_grad()
+def gpu_model(seed: int = 0, dtype: str = "bfloat16", device: str = "cuda", **changes: Any) -> CausalLM:
+    """Return a random model that the kernels take, whose greedy text wanders as that of :func:`tiny_model`."""
+    generator = torch.Generator(device).manual_seed(seed)
+    model = AutoModel.from_config(tiny_config(**GPU_SIZES | changes), dtype, device, generator).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.mul_(4.0)
+    return model
+
+
 class ScriptedModel(torch.nn.Module):
     """Answers with ``script(token_id, position)``: the token that follows `token_id` at `position`. It has no weights
     and no keys or values, so a test scripts exactly what the engine sees.
