@@ -19,6 +19,7 @@ from astrai_infer import EngineConfig, InferenceEngine
 from astrai_infer.runtime.device import DeviceExecutor
 from astrai_infer.runtime.shapes import StepShape
 from astrai_infer.testing import byte_tokenizer, save_tiny_adapter
+from astrai_infer.testing.device import steady
 from astrai_infer.testing.models import GPU_SIZES, gpu_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
@@ -145,11 +146,6 @@ def test_a_steady_step_allocates_nothing_and_waits_for_nothing(model: CausalLM, 
         for _ in range(40):
             engine.scheduler.step()
         torch.cuda.synchronize()
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with steady():
             for _ in range(40):
                 engine.scheduler.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

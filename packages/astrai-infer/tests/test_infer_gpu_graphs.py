@@ -18,6 +18,7 @@ from astrai_infer.runtime.shapes import StepShape
 from astrai_infer.speculation import NgramDrafter
 from astrai_infer.task import Task
 from astrai_infer.testing import byte_tokenizer
+from astrai_infer.testing.device import steady
 from astrai_infer.testing.models import GPU_SIZES, gpu_model, tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
@@ -145,14 +146,9 @@ def test_a_steady_step_allocates_nothing_and_waits_for_nothing(model, n, params)
     engine = steady_engine(model, n, **params)
     try:
         torch.cuda.synchronize()
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with steady():
             for _ in range(40):
                 engine.scheduler.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     finally:
         engine.close()
 
@@ -321,12 +317,9 @@ def test_a_steady_step_of_experts_waits_for_nothing(experts):
     for config in ({}, {"cuda_graphs": False}):
         with steady_engine(experts, 7, config) as engine:
             before = engine.scheduler.n_steps
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with steady(may_allocate=True):
                 for _ in range(20):
                     engine.scheduler.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             assert engine.scheduler.n_steps == before + 20, "each of them was launched"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,18 @@ from astrai_infer.scheduler import InferenceScheduler
 from astrai_infer.testing.engines import small_engine
 
 R = TypeVar("R")
+
+
+@contextlib.contextmanager
+def steady(*, may_allocate: bool = False) -> Iterator[None]:
+    """Fail if what runs within waits for the CUDA device, or takes memory by torch's allocator."""
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert may_allocate or torch.cuda.memory_stats()["allocation.all.allocated"] == before, "memory was allocated"
 
 
 class Recorder:
