@@ -96,6 +96,7 @@ def test_a_run_from_start_to_end(run: Any, recipe: Path, tmp_path: Path) -> None
     done = run("train", recipe, "--device", "cpu")
     assert done.exit_code == 0, done.stderr
     assert done.stdout == f"{tmp_path}/run/checkpoints/step_3: 3 of 3 steps\n"
+    assert f"{tmp_path}/store: documents 40, rows " in done.stderr
     assert "memory: about " in done.stderr, "before the model is loaded"
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]

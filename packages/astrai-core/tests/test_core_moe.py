@@ -3,6 +3,7 @@ logits is with the families."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -53,13 +54,26 @@ def test_the_vector_of_the_maths() -> None:
     assert routed(stats([0, 0]), even).tolist() == pytest.approx([1.0])
 
 
+def test_entropy_and_the_busiest_expert() -> None:
+    """maths.md section 8: 1.251961 nats and 1.5; an even load is 1, whatever the probabilities are."""
+    found = stats([0] * 4)
+    routed(found, VECTOR)
+    assert found.spread()[:, 0].tolist() == pytest.approx([1.251961, 1.5], abs=1e-6)
+    found = stats([0, 0])
+    routed(found, torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]).requires_grad_())
+    assert found.spread()[:, 0].tolist() == pytest.approx([math.log(2), 1.0]), "an expert without probability adds 0"
+    assert not found.spread().requires_grad
+
+
 def test_documents_count_for_themselves_and_padding_not_at_all() -> None:
     """Training rule 8: padding never enters the statistics."""
     other = VECTOR[:, [1, 0, 3, 2]] * 0.5 + 0.125
     padding = torch.tensor([[0.97, 0.01, 0.01, 0.01]] * 3)
-    found = routed(stats([0] * 4 + [99] * 3 + [1] * 2), torch.cat([VECTOR, padding, other[:2]]))
-    alone = [routed(stats([0] * 4), VECTOR), routed(stats([0] * 2), other[:2])]
-    torch.testing.assert_close(found, torch.cat(alone))
+    together, alone = stats([0] * 4 + [99] * 3 + [1] * 2), [stats([0] * 4), stats([0] * 2)]
+    found = routed(together, torch.cat([VECTOR, padding, other[:2]]))
+    expected = [routed(one, probs) for one, probs in zip(alone, (VECTOR, other[:2]), strict=True)]
+    torch.testing.assert_close(found, torch.cat(expected))
+    torch.testing.assert_close(together.spread(), torch.cat([one.spread() for one in alone], 1))
 
 
 def test_transformers_loss_of_one_document_is_k_times_as_large() -> None:

@@ -94,6 +94,13 @@ def test_best_fit_decreasing_equals_its_definition(lengths: list[int], seq_len: 
     assert sorted(n for row in found for n in row) == sorted(n for row in expected for n in row)
 
 
+def test_rows_of_the_maths() -> None:
+    """maths.md section 11: 5, 3, 7, 2, 4, 1 in rows of 8 are {7, 1}, {5, 3}, {4, 2}."""
+    packing = pack(np.array([5, 3, 7, 2, 4, 1], np.int64), 8, "bfd")
+    found = [{stop - start for _, start, stop in packing.row(row)} for row in range(len(packing))]
+    assert sorted(found, key=max, reverse=True) == [{7, 1}, {5, 3}, {4, 2}]
+
+
 def test_best_fit_decreasing_does_not_go_quadratic() -> None:
     """Rule 4: eight times the documents cost at most some thirteen times the tree steps (n log n), not 64 times."""
     import time
@@ -305,6 +312,20 @@ def test_pairs_keep_a_common_prompt(write_rows: Write) -> None:
     ]
     assert batch.n_supervised == 2 + 6 + 15 + 1
     assert source.describe() == [{"pairs": 4, "rows": 2, "empty": 2, "prompts_cut": 2, "answers_cut": 1}]
+    assert source.lines() == [f"{path}: pairs 4, rows 2, empty 2, prompts cut 2, answers cut 1"]
+
+
+def test_what_is_cut_or_left_out_is_told(write_rows: Write) -> None:
+    """Rule 4: the policy for documents longer than a row (16 tokens here) is counted, and a run begins by saying so."""
+    path = write_rows("long", "text", texts([5, 20, 0, 30]))
+    for packing, overlong, said in (
+        ("none", "truncate", "documents 4, rows 3, truncated 2, empty 1, tokens lost 18"),
+        ("bfd", "drop", "documents 4, rows 1, dropped 2, empty 1, tokens lost 50"),
+        ("bfd_split", "truncate", "documents 4, rows 4, split 2, empty 1"),
+    ):
+        settings = config(path, packing=packing, overlong=overlong)
+        source = open_train_source(settings, pairs=False, pad_id=0, batch_size=1, micro_batch_size=1)
+        assert source.lines() == [f"{path}: {said}"]
 
 
 def batches_of(sources: Any) -> Iterator[TrainBatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -94,10 +95,15 @@ def test_pairs_in_any_company() -> None:
 
 
 def test_what_is_logged() -> None:
-    """Task, raw and weighted; the loss is their sum; without a coefficient, or in evaluation, there is only the task."""
+    """Task, raw and weighted; the loss is their sum; without a coefficient, or in evaluation, there is only the task.
+
+    Beside them the routers' entropy and the load of the busiest expert (maths.md section 8), within their bounds.
+    """
     batch = collate([[span(12, 0)], [span(7, 1)]], pad_id=0)
     loss, gradient, metrics = whole(sft(make_model()), batch)
-    assert list(metrics) == ["task_loss", "aux_loss", "aux_loss_weighted"]
+    assert list(metrics) == ["task_loss", "aux_loss", "aux_loss_weighted", "router_entropy", "router_imbalance"]
+    assert 0 < metrics["router_entropy"] <= math.log(4)
+    assert 1 <= metrics["router_imbalance"] <= 4 / 2
     assert metrics["aux_loss_weighted"] == pytest.approx(0.5 * metrics["aux_loss"])
     assert loss == pytest.approx(metrics["task_loss"] + metrics["aux_loss_weighted"])
     plain, plain_gradient, nothing = whole(sft(make_model(router_aux_loss_coef=0.0)), batch)

@@ -19,6 +19,7 @@ from astrai_train.parallel.shards import HostCopies, read_tensors, write_tensors
 from astrai_train.parallel.world import World
 from astrai_train.run import build, train
 from astrai_train.strategy.base import StepLoss, merge_losses
+from astrai_train.trainer import CLIP_EPS
 
 CPU = torch.device("cpu")
 RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
@@ -89,6 +90,13 @@ def test_the_norm_of_gradients_is_not_rounded(dtype: torch.dtype) -> None:
     expected = torch.cat([grad.flatten().double() for grad in grads]).norm()
     found = ParallelMode(World(CPU)).total_norm(grads)
     assert found.dtype == torch.float32 and found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_the_clipping_of_the_maths() -> None:
+    """maths.md section 11: [3] and [4] have norm 5, and clipped to 1 they are multiplied by 0.19999996."""
+    norm = ParallelMode(World(CPU)).total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+    assert norm.item() == 5
+    assert 1 / (norm.item() + CLIP_EPS) == pytest.approx(0.19999996, abs=1e-12)
 
 
 def test_losses_of_ranks_are_weighed_by_what_they_supervise() -> None:

@@ -83,7 +83,8 @@ def build(
     Parameters
     ----------
     tell
-        Given one line about the memory that the run will need, before the model is loaded; on rank 0.
+        Given a line about the rows of each store and one about the memory that the run will need, before the model is
+        loaded; on rank 0.
     """
     run_dir = Path(config.output_dir)
     trackers = [CallbackFactory.create(name) for name in config.log.trackers]
@@ -123,7 +124,8 @@ def build(
     total_steps = config.max_steps or max(1, math.ceil((config.epochs or 0) * source.n_rows / config.batch_size))
     memory = estimate_memory(config, blank_model(config), ranks=world.size)
     if world.is_first:
-        tell(memory.line(place))
+        for line in (*source.lines(), memory.line(place)):
+            tell(line)
         if not memory.fits(place):
             logger.warning(
                 "the run may not fit the GPU; lower micro_batch_size, or set precision.activation_checkpointing"

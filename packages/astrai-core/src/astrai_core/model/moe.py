@@ -37,6 +37,9 @@ class RouterStats:
     ----------
     balances
         Layer -> ``[documents]`` float32 with graph. By layer, so that recomputation in the backward pass adds nothing.
+    spreads
+        Layer -> ``[2, documents]`` float32 without graph: the mean over a document's tokens of the entropy of their
+        probabilities, in nats, and the largest f_i, which is 1 where the experts share evenly.
     """
 
     # No dataclass: FSDP's hooks replace those that hold tensors with a graph by copies, and what later layers record
@@ -45,6 +48,7 @@ class RouterStats:
         self.documents = documents
         self.n_documents = n_documents
         self.balances: dict[int, Tensor] = {}
+        self.spreads: dict[int, Tensor] = {}
 
     def record(self, layer: int, probs: Tensor, chosen: Tensor) -> None:
         """Take in one layer's routing.
@@ -63,10 +67,17 @@ class RouterStats:
         lengths = counts.sum(1) / chosen.shape[1]
         scale = probs.shape[1] / (chosen.shape[1] * lengths.clamp(min=1.0).square())
         self.balances[layer] = ((counts * mass).sum(1) * scale)[:-1]
+        entropy = torch.zeros_like(lengths).index_add(0, self.documents, torch.special.entr(probs.detach()).sum(1))
+        busiest = counts.amax(1) * (probs.shape[1] / chosen.shape[1])
+        self.spreads[layer] = (torch.stack((entropy, busiest)) / lengths.clamp(min=1.0))[:, :-1]
 
     def balance(self) -> Tensor:
         """Return the mean over the layers, ``[documents]`` float32."""
         return torch.stack(list(self.balances.values())).mean(0)
+
+    def spread(self) -> Tensor:
+        """Return the mean over the layers of entropy and largest share, ``[2, documents]`` float32 without graph."""
+        return torch.stack(list(self.spreads.values())).mean(0)
 
 
 class ExpertLinear(nn.Module):

@@ -192,6 +192,18 @@ class TrainSource:
         """Return of each store its rows and what was cut or left out, as plain JSON data."""
         return [rows.describe() for rows in self._batches.sources]
 
+    def lines(self) -> list[str]:
+        """Say of each store how many rows it became and what was cut or left out (training rules 4 and 10)."""
+        return [
+            f"{rows.store.path}: "
+            + ", ".join(
+                f"{name.replace('_', ' ')} {count}"
+                for name, count in rows.describe().items()
+                if count or name == "rows"
+            )
+            for rows in self._batches.sources
+        ]
+
 
 class ValidSource:
     """Every row once in each iteration, in the order of the files; the same number of batches on every rank.

@@ -15,6 +15,9 @@ from astrai_train.strategy.base import runs
 if TYPE_CHECKING:
     from astrai_core.model.transformer import CausalLM
 
+METRICS = ("task_loss", "aux_loss", "aux_loss_weighted", "router_entropy", "router_imbalance")
+"""What is measured of a pass whose loss holds the balance."""
+
 
 def router_stats(model: CausalLM, batch: TrainBatch) -> RouterStats | None:
     """Return what a training pass of a host batch shall fill; None where the balance is no part of the loss."""
@@ -49,7 +52,8 @@ def add_router_loss(
 
     Returns
     -------
-    (their sum, its parts summed over the terms: ``task_loss``, ``aux_loss``, ``aux_loss_weighted``)
+    (their sum, its parts summed over the terms: ``task_loss``, ``aux_loss``, ``aux_loss_weighted``; and what the routers
+    did, likewise: ``router_entropy`` in nats, ``router_imbalance``, which is 1 where the experts share evenly)
     """
     if stats is None:
         return task, {}
@@ -57,5 +61,5 @@ def add_router_loss(
     of_documents = terms.new_zeros(stats.n_documents + 1).index_add(0, stats.documents, terms)[:-1]
     balance = (stats.balance() * of_documents).sum()
     weighted = coefficient * balance
-    values = torch.stack([task.detach(), balance.detach(), weighted.detach()]).tolist()
-    return task + weighted, dict(zip(("task_loss", "aux_loss", "aux_loss_weighted"), values, strict=True))
+    values = torch.stack([task.detach(), balance.detach(), weighted.detach(), *(stats.spread() @ of_documents)])
+    return task + weighted, dict(zip(METRICS, values.tolist(), strict=True))
