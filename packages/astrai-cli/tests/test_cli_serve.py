@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import re
 import signal
 import socket
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -108,23 +108,35 @@ def test_what_is_wrong_is_named(run: Any, served: list[Any], tmp_path: Path, arg
     assert (str(file) in result.stderr) == (yaml is not None)
 
 
+LONG = {"model": "abc", "prompt": "a", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+
+
+def ask(url: str, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+    """Send a request; returns when the answer begins."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return connection.getresponse()
+
+
+def begin(url: str, length: int) -> http.client.HTTPConnection:
+    """Send a request without its body; returns when the server has taken it and waits for the rest (RFC 9110, 10.1.1)."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    connection.putrequest("POST", "/v1/completions")
+    for name, value in (("Content-Type", "application/json"), ("Content-Length", length), ("Expect", "100-continue")):
+        connection.putheader(name, str(value))
+    connection.endheaders()
+    expected = b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert connection.sock.recv(len(expected), socket.MSG_WAITALL) == expected
+    return connection
+
+
 @pytest.mark.slow
 def test_the_command_serves_until_sigterm(model_dir: Path) -> None:
-    """Row of issue 7: it says where it listens, answers, and exits with 0."""
-    command = [
-        sys.executable,
-        "-m",
-        "astrai_cli",
-        "serve",
-        "-m",
-        model_dir,
-        "--port",
-        "0",
-        "--served-model-name",
-        "abc",
-        "--max-seq-len",
-        "256",
-    ]
+    """Rule 21 and a floor of issue 7: it says where it listens and answers; ``kill -TERM`` under load finishes what runs,
+    refuses what is new with 503, and ends with 0.
+    """
+    command = [sys.executable, "-m", "astrai_cli", "serve", "-m", model_dir, "--port", "0"]
+    command += ["--served-model-name", "abc", "--max-seq-len", "256"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
@@ -134,16 +146,30 @@ def test_the_command_serves_until_sigterm(model_dir: Path) -> None:
             assert line, "the server ended before it listened"
             found = re.match(r"Serving abc at (http://\S+) ", line)
             url = found and found[1]
-        body = {"model": "abc", "messages": [{"role": "user", "content": "?"}], "temperature": 0}
-        request = urllib.request.Request(
-            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as answer:
+        asked = {"model": "abc", "messages": [{"role": "user", "content": "?"}], "temperature": 0}
+        with ask(url, "/v1/chat/completions", asked) as answer:
             assert json.load(answer)["choices"][0]["message"]["content"] == "abcdefghijklmnopqrstuvwxyz"
+        late = json.dumps(LONG).encode()
+        held = begin(url, len(late))  # so that it still drains when the next one comes
+        streams = [ask(url, "/v1/completions", {**LONG, "stream": True, "return_token_ids": True}) for _ in range(16)]
         process.send_signal(signal.SIGTERM)
+        while "SIGTERM: finishing" not in (line := process.stderr.readline()):
+            assert line, "the server ended at once"
+        with ask(url, "/v1/completions", LONG) as refused:
+            assert refused.status == 503 and int(refused.headers["Retry-After"]) > 0
+            assert "shutting down" in json.load(refused)["error"]["message"]
+        held.send(late)
+        with held.getresponse() as whole:
+            assert whole.status == 200 and json.load(whole)["usage"]["completion_tokens"] == 200
+        for stream in streams:
+            events = stream.read().split(b"\n\n")[:-1]
+            assert stream.status == 200 and events.pop() == b"data: [DONE]"
+            choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+            assert sum(len(choice["token_ids"]) for choice in choices) == 200
+            assert choices[-1]["finish_reason"] == "length"
         rest = process.stderr.read()
         assert process.wait(timeout=60) == 0
-        assert "POST /v1/chat/completions 200" in rest and "Traceback" not in rest
+        assert "POST /v1/completions 200" in rest and "POST /v1/completions 503" in rest and "Traceback" not in rest
     finally:
         process.kill()
         process.wait()

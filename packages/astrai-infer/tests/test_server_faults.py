@@ -122,8 +122,10 @@ async def streamed(app: Any, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.anyio
-async def test_many_streams_are_exact() -> None:
-    """Rules 1, 23: 256 streams at once say what each says alone, and nothing holds the event loop for 50 ms.
+@pytest.mark.parametrize("max_num_seqs", [64, 256])
+async def test_many_streams_are_exact(max_num_seqs: int) -> None:
+    """Rules 1, 23: 256 streams at once say what each says alone, and nothing holds the event loop for 50 ms; whether all
+    of them run, or most wait for their turn.
 
     What is counted is the time that the loop's thread itself ran from one wake-up to the next, so that neither the
     engine beside it nor a busy machine is.
@@ -139,7 +141,7 @@ async def test_many_streams_are_exact() -> None:
             await asyncio.sleep(0.001)
             stalls.append(time.thread_time() - before)
 
-    async with serving(small_engine(tiny_model(), max_num_seqs=64), access_log=False) as served:
+    async with serving(small_engine(tiny_model(), max_num_seqs=max_num_seqs), access_log=False) as served:
         app = create_app(served)
         body = {"model": "tiny", "max_tokens": 24, "temperature": 0, "stream": True}
         await streamed(app, {**body, "prompt": "warm"})
@@ -373,23 +375,23 @@ async def test_admin_routes_need_their_key(tmp_path: Any) -> None:
     with small_engine(new) as engine:
         expected = engine.generate("abc", _greedy(12))
     async with local(small_engine(tiny_model())) as (_, http):
-        assert (await http.post("/admin/pause")).status_code == 404
+        assert (await http.post("/pause")).status_code == 404
     async with local(small_engine(tiny_model()), admin_key="root", api_key="user") as (served, http):
         user, root = {"Authorization": "Bearer user"}, {"Authorization": "Bearer root"}
         for headers in ({}, user):
-            assert (await http.post("/admin/pause", headers=headers)).status_code == 401
+            assert (await http.post("/pause", headers=headers)).status_code == 401
         old = (await http.post("/v1/completions", json=ask, headers=user)).json()["choices"][0]["text"]
         for stop, go in (("pause", "resume"), ("sleep", "wake")):
-            assert (await http.post(f"/admin/{stop}", headers=root)).json()["status"] == "paused"
+            assert (await http.post(f"/{stop}", headers=root)).json()["status"] == "paused"
             waiting = asyncio.create_task(http.post("/v1/completions", json=ask, headers=user))
             while not served.client.n_open:
                 await asyncio.sleep(0)
             assert not (await asyncio.wait([waiting], timeout=0.05))[0]
-            assert (await http.post(f"/admin/{go}", headers=root)).json()["status"] == "ok"
+            assert (await http.post(f"/{go}", headers=root)).json()["status"] == "ok"
             assert (await waiting).json()["choices"][0]["text"] == old
         body = {"path": str(tmp_path / "new"), "version": 7}
-        assert (await http.post("/admin/update_weights", json=body, headers=root)).json()["weight_version"] == 7
+        assert (await http.post("/update_weights", json=body, headers=root)).json()["weight_version"] == 7
         text = (await http.post("/v1/completions", json=ask, headers=user)).json()["choices"][0]["text"]
         assert text == expected.text != old  # type: ignore[union-attr]
         for wrong in ({**body, "version": 7}, {**body, "path": "smollm2", "version": 8}):
-            assert (await http.post("/admin/update_weights", json=wrong, headers=root)).status_code == 400
+            assert (await http.post("/update_weights", json=wrong, headers=root)).status_code == 400

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import time
@@ -23,7 +24,7 @@ from astrai_infer.server.metrics import Clock
 from astrai_infer.server.openai_schema import MAX_BIASES
 from astrai_infer.server.serving import Serving
 from astrai_infer.testing import small_engine, tiny_model
-from astrai_infer.testing.server import Says, saying_engine, serving
+from astrai_infer.testing.server import Held, Says, live_server, saying_engine, serving
 from astrai_infer.wire import End, Piece, pack, read_messages
 
 ASK = [{"role": "user", "content": "Hi!"}]
@@ -148,6 +149,34 @@ async def test_failed_completions_are_counted() -> None:
         assert answer.status_code == 500
         finished = (await http.get("/stats")).json()["finished"]
         assert finished in ({"error": 2}, {"error": 1, "abort": 1})  # the other's end may come after the answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_connection_aborts_within_two_steps(stream: bool) -> None:
+    """Rule 21: counted from the step in which the client leaves, whatever the time that a step takes."""
+    says = Held("x" * 3000, 20)
+    engine = saying_engine(says)
+    with live_server(lambda: engine, admin_key="root") as live:
+        data = json.dumps({"model": "tiny", "messages": ASK, "stream": stream}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2]))) as connection:
+            connection.sendall(head.encode() + data)
+            assert says.reached.wait(60)
+            before = engine.health().n_steps
+        end = time.monotonic() + 20
+        while live.serving.client.n_open:
+            assert time.monotonic() < end, "the server has not heard of it"
+            time.sleep(0.001)
+        # The engine reads what it is told in turn, so that when it refuses this it knows of the abort.
+        wrong = {"path": "/nowhere", "version": 1}
+        refused = httpx.post(f"{live.url}/update_weights", json=wrong, headers={"Authorization": "Bearer root"})
+        assert refused.status_code == 400
+        says.go.set()
+        while engine.health().n_running:
+            assert time.monotonic() < end, "it goes on"
+            time.sleep(0.001)
+        assert engine.health().n_steps - before <= 2
+        assert live.serving.metrics.finished == {"abort": 1} and engine.health().n_pages_used == 0
 
 
 async def test_the_deadline_holds_for_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import os
 import re
 import select
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from importlib.resources import files
@@ -21,7 +20,7 @@ import httpx
 import pytest
 
 from astrai_infer.server.app import create_app
-from astrai_infer.testing.server import LiveServer, Says, live_server, saying_engine, serving
+from astrai_infer.testing.server import Held, LiveServer, Says, live_server, saying_engine, serving
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -39,20 +38,6 @@ class Slowly(Says):
 
     def __call__(self, token_id: int, position: int) -> int:
         time.sleep(self.seconds)
-        return super().__call__(token_id, position)
-
-
-class Held(Says):
-    """Stops before its `stop`-th token until `go` is set."""
-
-    def __init__(self, text: str, stop: int) -> None:
-        super().__init__(text)
-        self.stop = stop
-        self.go = threading.Event()
-
-    def __call__(self, token_id: int, position: int) -> int:
-        if position - self._start == self.stop:
-            assert self.go.wait(60), "the test has given up"
         return super().__call__(token_id, position)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +12,11 @@ import anthropic
 import httpx
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from astrai_infer.testing import small_engine, tiny_model
 from astrai_infer.testing.server import LiveServer, Says, live_server, saying_engine
 
 SAYS = Says("")
@@ -92,6 +97,21 @@ def test_openai_other_routes(oai: openai.OpenAI) -> None:
     assert "".join(piece.choices[0].text for piece in pieces) == "abc"
 
 
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_openai_embeddings(encoding: Any) -> None:
+    """Both encodings say the same; the SDK asks for base64 where its user asks for none."""
+    with live_server(lambda: small_engine(tiny_model())) as live:
+        client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+        default = client.embeddings.create(model="tiny", input=["one", "two"])
+        (vector,) = client.embeddings.create(model="tiny", input="two", encoding_format=encoding).data
+    if encoding == "base64":
+        data = base64.b64decode(vector.embedding)  # type: ignore[arg-type]
+        vector.embedding = list(struct.unpack(f"<{len(data) // 4}f", data))
+    assert vector.embedding == pytest.approx(default.data[1].embedding, abs=1e-6)
+    assert vector.embedding != pytest.approx(default.data[0].embedding, abs=1e-2)
+    assert default.usage.prompt_tokens == 6
+
+
 def test_openai_errors(server: LiveServer, oai: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="bogus is not supported") as caught:
         oai.chat.completions.create(model="tiny", messages=ASK, extra_body={"bogus": 1})
@@ -140,6 +160,93 @@ def test_anthropic_errors(server: LiveServer, claude: anthropic.Anthropic) -> No
         claude.messages.create(model="other", max_tokens=5, messages=ASK)
     with pytest.raises(anthropic.AuthenticationError):
         anthropic.Anthropic(base_url=server.url, api_key="no").messages.create(model="tiny", max_tokens=5, messages=ASK)
+
+
+# ---- random answers ----
+
+PIECES = st.sampled_from(
+    [
+        *(
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "</tool_call>",
+            "[TOOL_CALLS]",
+            "<|python_tag|>",
+            "[ARGS]",
+            ";",
+            "\n",
+            " ",
+        ),
+        *(
+            '{"name": "look", "arguments": {"at": "é}"}}',
+            '[{"name": "look"}]',
+            "look",
+            "{}",
+            '{"name": 1}',
+            '"',
+            "[TOOL",
+        ),
+        *(
+            '<tool_call>{"name": "look"}</tool_call>',
+            "<think>\nHm</think>\n\n",
+            '[TOOL_CALLS]look{"at": "x"}',
+            "text",
+            "👋",
+        ),
+    ]
+) | st.binary(max_size=3).map(lambda data: data.replace(b"\x01", b"").decode(errors="surrogateescape"))
+"""The bytes are mostly no UTF-8; 1 ends a prompt."""
+
+
+@pytest.fixture(scope="module", params=["hermes", "llama3_json", "mistral", "think"])
+def clients(request: pytest.FixtureRequest) -> Iterator[tuple[Says, bool, openai.OpenAI, anthropic.Anthropic]]:
+    """What the model says, whether it knows tools, and a client of each protocol."""
+    says = Says("")
+    with (
+        live_server(lambda: saying_engine(says, request.param), access_log=False) as live,
+        openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as oai,
+        anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as claude,
+    ):
+        yield says, request.param != "think", oai, claude
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    text=st.lists(PIECES, max_size=10).map("".join),
+    stop=st.lists(st.sampled_from(["</", "text", "}}", "é", "\n", "\ufffd"]), max_size=2),
+    max_tokens=st.integers(1, 120),
+)
+def test_what_the_sdks_join_is_the_whole_answer(clients: Any, text: str, stop: list[str], max_tokens: int) -> None:
+    """Rules 13 to 17 and a floor of issue 7: random tokens, stops, calls and thoughts, through both protocols."""
+    says, knows_tools, oai, claude = clients
+    says.text = text
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASK, "max_tokens": max_tokens}
+    tools = {"tools": TOOLS} if knows_tools else {}
+    whole = oai.chat.completions.create(**asked, **tools, stop=stop)
+    with oai.chat.completions.stream(**asked, **tools, stop=stop, stream_options={"include_usage": True}) as stream:
+        try:
+            joined: Any = stream.get_final_completion()
+        except openai.LengthFinishReasonError as cut:  # how the SDK hands out an answer without its end
+            joined = cut.completion
+    for answer in (whole, joined):
+        assert answer.usage is not None and answer.usage.completion_tokens <= max_tokens
+    assert _told(joined.choices[0]) == _told(whole.choices[0])
+    assert joined.usage.completion_tokens == whole.usage.completion_tokens
+    tools = {"tools": [{"name": "look", "input_schema": PARAMETERS}]} if knows_tools else {}
+    message = claude.messages.create(**asked, **tools, stop_sequences=stop)
+    with claude.messages.stream(**asked, **tools, stop_sequences=stop) as events:
+        final = events.get_final_message()
+    same = {"content", "stop_reason", "stop_sequence"}
+    plain = [each.model_dump(include=same, exclude={"content": {"__all__": {"id"}}}) for each in (message, final)]
+    assert plain[0] == plain[1] and message.usage.output_tokens == final.usage.output_tokens
+
+
+def _told(choice: Any) -> Any:
+    """What a choice says, but for random ids."""
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+    thoughts = (choice.message.model_extra or {}).get("reasoning_content")
+    return choice.message.content or "", thoughts, calls, choice.finish_reason
 
 
 def test_the_api_is_described(server: LiveServer) -> None:

@@ -127,7 +127,7 @@ def test_clients_that_leave_cost_nobody_anything() -> None:
     with live_server(make, in_process=True, access_log=False, admin_key="root") as live:
 
         def admin(what: str) -> None:
-            httpx.post(f"{live.url}/admin/{what}", headers={"Authorization": "Bearer root"}).raise_for_status()
+            httpx.post(f"{live.url}/{what}", headers={"Authorization": "Bearer root"}).raise_for_status()
 
         client = live.serving.client
         admin("pause")  # so that all are there at once

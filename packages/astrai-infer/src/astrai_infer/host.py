@@ -97,7 +97,7 @@ class EngineHost:
         self._outbox: deque[Reply] = deque()
         self._wake = threading.Event()
         self._done = False
-        # Grammars do not wait for embeddings, nor /admin for a few of them.
+        # Grammars do not wait for embeddings, nor a pause for a few of them.
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="astrai-compile")
         self._callers = ThreadPoolExecutor(4, thread_name_prefix="astrai-call")
         self._compiling: set[int] = set()

@@ -6,19 +6,13 @@ import hmac
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.routing import APIRoute
 from pydantic import Field
 
 from astrai_infer.server.errors import ApiError
 from astrai_infer.server.openai_other import describe
 from astrai_infer.server.openai_schema import Strict
 from astrai_infer.server.serving import Serving
-
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-
-
-def guards(path: str) -> bool:
-    """Whether a path asks for the admin key, and so for no other."""
-    return path.startswith("/admin/") or path in (LOAD, UNLOAD)
 
 
 def _check_key(request: Request) -> Serving:
@@ -31,13 +25,12 @@ def _check_key(request: Request) -> Serving:
     return serving
 
 
-router = APIRouter(prefix="/admin", tags=["Admin"])
-adapters = APIRouter(tags=["Admin"])
+router = APIRouter(tags=["Admin"])
 Admin = Annotated[Serving, Depends(_check_key)]
 
 
 class UpdateWeights(Strict):
-    """``POST /admin/update_weights``."""
+    """``POST /update_weights``."""
 
     path: str
     """A directory or .gguf file of the same architecture, on the server's disk."""
@@ -89,14 +82,14 @@ async def update_weights(body: UpdateWeights, serving: Admin) -> dict[str, Any]:
     return await _state(serving, "update_weights", body.path, body.version)
 
 
-@adapters.post(LOAD)
+@router.post("/v1/load_lora_adapter")
 async def load_lora_adapter(body: LoadAdapter, serving: Admin) -> dict[str, Any]:
     """Serve one more adapter under a name of its own; what runs goes on. Returns its entry of /v1/models."""
     await serving.load_adapter(body.lora_name, body.lora_path)
     return describe(serving, body.lora_name)
 
 
-@adapters.post(UNLOAD)
+@router.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(body: UnloadAdapter, serving: Admin) -> dict[str, Any]:
     """Refuse new requests for an adapter; those that run finish, and then there is room for another."""
     await serving.unload_adapter(body.lora_name)
@@ -106,3 +99,7 @@ async def unload_lora_adapter(body: UnloadAdapter, serving: Admin) -> dict[str, 
 async def _state(serving: Serving, name: str, *arguments: Any) -> dict[str, Any]:
     state: dict[str, Any] = await serving.client.call(name, *arguments)
     return state
+
+
+PATHS = frozenset(route.path for route in router.routes if isinstance(route, APIRoute))
+"""They ask for the admin key, and so for no other."""

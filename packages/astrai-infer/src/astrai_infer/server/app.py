@@ -35,7 +35,6 @@ def create_app(serving: Serving) -> FastAPI:
         app.include_router(module.router)
     if serving.config.admin_key is not None:
         app.include_router(admin.router)
-        app.include_router(admin.adapters)
     unwell: dict[int | str, dict[str, Any]] = {503: {"description": "The same, with the reason."}}
     text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
     app.add_api_route("/health", _health, methods=["GET"], tags=["State"], responses=unwell)

@@ -59,7 +59,7 @@ class ServerConfig(BaseConfig):
     api_key: tuple[str, ...] = ()
     """Clients must send one of these."""
     admin_key: str | None = Field(default=None, min_length=1)
-    """Opens /admin: pause, resume, sleep, wake, update_weights; and /v1/load_lora_adapter, /v1/unload_lora_adapter."""
+    """Opens /pause, /resume, /sleep, /wake, /update_weights, /v1/load_lora_adapter and /v1/unload_lora_adapter."""
     max_queue: int = Field(default=512, ge=0)
     """Completions that may wait beside those that run; one more is refused with status 429."""
     request_timeout: float = Field(default=600.0, gt=0)

@@ -27,8 +27,9 @@ OPEN_PATHS = {"/health", "/ready"}
 WATCHED_PATHS = OPEN_PATHS | {"/metrics", "/stats"}
 """Neither counted as work nor refused while the server drains."""
 
-KEYLESS_PATHS = OPEN_PATHS | {page.PATH} | docs.PATHS
-"""The chat page holds no data, and asks for the key itself; the API's description is the same everywhere."""
+KEYLESS_PATHS = OPEN_PATHS | {page.PATH} | docs.PATHS | admin.PATHS
+"""The chat page holds no data, and asks for the key itself; the API's description is the same everywhere; the owner's
+routes ask for a key of their own."""
 
 BEGUN_AT_ONCE = 4
 """Requests that begin in one turn of the event loop. Reading and checking one takes 1 ms, and hundreds may come at once,
@@ -115,7 +116,7 @@ class Front:
         serving = self._serving
         if serving.draining and path not in WATCHED_PATHS:
             return ApiError(503, "the server is shutting down; try another one", retry_after_s=5)
-        guarded = path not in KEYLESS_PATHS and not admin.guards(path)
+        guarded = path not in KEYLESS_PATHS
         if self._keys and guarded and not self._knows(headers):
             return ApiError(
                 401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`", code="invalid_api_key"

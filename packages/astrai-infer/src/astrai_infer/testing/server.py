@@ -53,7 +53,8 @@ def chat_tokenizer(kind: str = "plain") -> Tokenizer:
 
 
 class Says:
-    """A script for :class:`ScriptedModel`: it writes `text`, then the end of text.
+    """A script for :class:`ScriptedModel`: it writes `text`, then the end of text. Half a surrogate pair stands for a byte
+    that is no UTF-8 (``surrogateescape``).
 
     Parameters
     ----------
@@ -70,8 +71,24 @@ class Says:
         """Return the token after `token_id`."""
         if token_id == self._mark:
             self._start = position
-        data = [*self.text.encode(), EOS_ID]
+        data = [*self.text.encode(errors="surrogateescape"), EOS_ID]
         return data[min(max(position - self._start, 0), len(data) - 1)]
+
+
+class Held(Says):
+    """Stops before its `stop`-th token, having set `reached`, until `go` is set."""
+
+    def __init__(self, text: str, stop: int) -> None:
+        super().__init__(text)
+        self._stop = stop
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, token_id: int, position: int) -> int:
+        """Return the token after `token_id`."""
+        if position - self._start == self._stop:
+            self.reached.set()
+            assert self.go.wait(60), "the test has given up"
+        return super().__call__(token_id, position)
 
 
 def saying_engine(says: Says, kind: str = "plain", **config: Any) -> InferenceEngine:
