@@ -5,7 +5,7 @@ serving workload.
     python -m benchmarks.engine --only decode --model preset           under a minute, start included
     python -m benchmarks.engine --only decode --model preset --batch 1 --no-graphs
     python -m benchmarks.engine --profile --model preset --batch 1     GPU time of one step by kernel
-    python -m benchmarks.engine --only decode --batch 128 --without overlap sums
+    python -m benchmarks.engine --only decode --batch 128 --without-overlap
 
 Decode counts from the first token on: so many sequences of 512 tokens, 128 new ones each, greedy, end of text ignored. Its
 limit is what a copy's rate allows for the bytes that must be read: the weights once a step, and the keys and values.
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from benchmarks.measure import copy_bandwidth, table
 
-from astrai_core import SamplingParams, ops, partial_sums
+from astrai_core import SamplingParams, ops
 from astrai_core.auto import AutoModel
 from astrai_core.config.model import ModelConfig
 from astrai_core.model.transformer import CausalLM
@@ -370,18 +370,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel by itself")
     parser.add_argument("--deterministic", action="store_true", help="decode in deterministic mode")
-    parser.add_argument("--step-kernel", action="store_true", help="decode up to eight sequences by one kernel a step")
     parser.add_argument(
-        "--without", nargs="+", choices=("overlap", "sums"), default=(), help="early reads, sums in norms"
+        "--step-kernel",
+        action=argparse.BooleanOptionalAction,
+        help="decode up to eight sequences by one kernel a step, or none; without it, the engine chooses",
+    )
+    parser.add_argument(
+        "--without-overlap", action="store_true", help="norms and writes to the cache read nothing early"
     )
     parser.add_argument("--kv", default="auto", help="type of keys and values, such as float8_e4m3fn (default: auto)")
     parser.add_argument("--profile", action="store_true", help="only list the kernels of a decode step")
     parser.add_argument("--device", default="cuda", help="where (default: cuda)")
     parser.add_argument("--out", type=Path, help="folder for engine.json")
     options = parser.parse_args(arguments)
-    ops.OVERLAP = "overlap" not in options.without
-    if "sums" in options.without:
-        partial_sums.PARTIAL_ROWS = 0
+    ops.OVERLAP = not options.without_overlap
     copy_rate = copy_bandwidth() if options.device == "cuda" else 10.0
     print(f"copy: {copy_rate:.0f} GB/s read and written")
     rows: list[dict[str, Any]] = []

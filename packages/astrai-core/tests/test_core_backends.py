@@ -62,7 +62,7 @@ def fake_decode(q, k, v, plan, *, req_to_token, scale, out, overlap=False):
     assert out.shape == q.shape
     for i, (row, end) in enumerate(zip(plan.req_indices.tolist(), plan.seq_lens.tolist(), strict=True)):
         slots = req_to_token[row, max(0, end - (plan.window or end)) : end].long()
-        keys, values = (buffer[slots].repeat_interleave(plan.shape[0] // plan.shape[1], 1) for buffer in (k, v))
+        keys, values = (x[slots].to(q).repeat_interleave(plan.shape[0] // plan.shape[1], 1) for x in (k, v))
         weights = (torch.einsum("hd,khd->hk", q[i], keys) * scale).softmax(-1)
         out[i] = torch.einsum("hk,khd->hd", weights, values)
     return out
@@ -105,10 +105,22 @@ def fake_write(
     return qkv.view(len(qkv), n_heads + 2 * n_kv_heads, -1)[:, :n_heads]
 
 
+def fake_qkv_decode(
+    qkv, position_ids, cos, sin, k_buffer, v_buffer, out_cache_loc, plan, *, req_to_token, q_norm, k_norm, eps,
+    interleaved, scale, overlap,
+):  # fmt: skip
+    """Stands in for astrai_kernels.qkv_decode_attention: writes and attends as the ops' twins and fake_decode do."""
+    rope = None if cos is None else Rope(cos, sin, position_ids, interleaved)
+    n_heads, n_kv_heads, _ = plan.shape
+    named = {"rope": rope, "q_norm": q_norm, "k_norm": k_norm, "eps": eps, "overlap": overlap}
+    q = ops.qkv_norm_rope_write(qkv, k_buffer, v_buffer, out_cache_loc, n_heads, n_kv_heads, **named)
+    return fake_decode(q, k_buffer, v_buffer, plan, req_to_token=req_to_token, scale=scale, out=torch.empty_like(q))
+
+
 def test_the_stand_ins_take_what_the_kernels_take():
     """Names, kinds and order of the parameters; what the backend passes to a stand-in, the kernel accepts."""
-    attention, prefill, qkv = (
-        pytest.importorskip(f"astrai_kernels.{name}") for name in ("attention", "prefill", "qkv")
+    attention, prefill, qkv, both = (
+        pytest.importorskip(f"astrai_kernels.{name}") for name in ("attention", "prefill", "qkv", "qkv_attention")
     )
     for fake, real in (
         (FakePlan, attention.DecodePlan),
@@ -116,12 +128,20 @@ def test_the_stand_ins_take_what_the_kernels_take():
         (fake_decode, attention.decode_attention),
         (fake_prefill, prefill.prefill_attention),
         (fake_write, qkv.qkv_norm_rope_write),
+        (fake_qkv_decode, both.qkv_decode_attention),
     ):
         real_parameters = inspect.signature(real).parameters
         ours = [(p.name, p.kind) for p in inspect.signature(fake).parameters.values()]
         assert ours == [(name, p.kind) for name, p in real_parameters.items() if name in dict(ours)]
         left = [p for name, p in real_parameters.items() if name not in dict(ours)]
         assert all(p.default is not p.empty for p in left), "the backend leaves out what has a default"
+    known = {name: getattr(both, name) for name in ("HEAD_DIMS", "MAX_GROUP", "ROTARY_MULTIPLE")}
+    assert known.items() <= vars(FAKE_QKV_ATTENTION).items()
+
+
+FAKE_QKV_ATTENTION = SimpleNamespace(
+    qkv_decode_attention=fake_qkv_decode, HEAD_DIMS=(64, 128), MAX_GROUP=8, ROTARY_MULTIPLE=16
+)
 
 
 @pytest.fixture
@@ -131,7 +151,8 @@ def by_hand(monkeypatch):
     fake = SimpleNamespace(DecodePlan=FakePlan, decode_attention=fake_decode, HEAD_DIMS=(64, 128))
     monkeypatch.setattr(kernels, "status", lambda: READY)
     prefill = SimpleNamespace(prefill_attention=fake_prefill)
-    monkeypatch.setattr(kernels, "module", {"attention": fake, "prefill": prefill}.__getitem__)
+    modules = {"attention": fake, "prefill": prefill, "qkv_attention": FAKE_QKV_ATTENTION}
+    monkeypatch.setattr(kernels, "module", modules.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(flash, "probe", lambda device: (None, "not installed; install it"))
     monkeypatch.delenv(ENVIRONMENT, raising=False)
@@ -300,3 +321,63 @@ def test_the_kernels_write_keys_into_the_pool_where_the_types_allow(by_hand, ste
     TorchNativeBackend().qkv_norm_rope_write(qkv.to(BF16), spec, narrow, rope)
     assert len(calls) == 1
     assert not narrow.of(0)[0][narrow.groups[0].out_cache_loc].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("changed", "one_launch"),
+    [
+        ({}, True),
+        ({"lens": 8}, True),
+        ({"norms": True, "interleaved": True}, True),
+        ({"use_rope": False, "rotary_dim": 24}, True),
+        ({"window": 4}, True),
+        ({"lens": 9}, False),
+        ({"n_heads": 18}, False),
+        ({"head_dim": 96}, False),
+        ({"rotary_dim": 24}, False),
+        ({"cache": torch.float16}, False),
+        ({"dtype": FP32, "cache": FP32}, False),
+        ({"reads_own_keys": True}, False),
+        ({"chunk": True}, False),
+        ({"grad": True}, False),
+    ],
+    ids=str,
+)
+def test_few_single_queries_are_one_launch(by_hand, step_pool, changed, one_launch):
+    """Issue 5, Deliver 4: no launch between the projection and attention of up to eight requests; else two, of the same
+    result."""
+    options = {"lens": 3, "n_heads": 4, "head_dim": 64, "dtype": BF16, "cache": BF16, "use_rope": True, "window": None}
+    options |= {"rotary_dim": 64, "interleaved": False, "norms": False, "reads_own_keys": False, "chunk": False}
+    o = SimpleNamespace(**{**options, "grad": False, **changed})
+    calls = []
+
+    def once(*arguments, **named):
+        calls.append(named)
+        return fake_qkv_decode(*arguments, **named)
+
+    by_hand.setattr(FAKE_QKV_ATTENTION, "qkv_decode_attention", once)
+    backend = CudaBackend()
+    spec = AttentionSpec(0, o.n_heads, 2, o.head_dim, window=o.window, use_rope=o.use_rope, norm_eps=1e-5)
+    pools = [step_pool([None], 2, o.head_dim, 10, 64, 4, dtype=o.cache) for _ in "ab"]
+    lens = dict.fromkeys(range(o.lens), 1)
+    angles = torch.rand(64, o.rotary_dim // 2)
+    results = []
+    torch.manual_seed(1)
+    qkv = torch.randn(o.lens + o.chunk, (o.n_heads + 4) * o.head_dim).to(o.dtype)
+    norms = torch.rand(2, o.head_dim).to(o.dtype) if o.norms else (None, None)
+    for pool, attend in zip(pools, (backend.attend, lambda *a: AttentionBackend.attend(backend, *a)), strict=True):
+        for buffer in pool.step(dict.fromkeys(range(o.lens), 5)).of(0)[:2]:
+            buffer.fill_(0.5)
+        cache = pool.step(lens | {0: 2} if o.chunk else lens)
+        cache.groups[0].reads_own_keys = o.reads_own_keys
+        rope = Rope(angles.cos(), angles.sin(), torch.arange(len(qkv)), o.interleaved)
+        with torch.set_grad_enabled(o.grad):
+            backend.plan(cache, [spec])
+            results.append(attend(qkv, spec, cache, rope, *norms))
+    assert torch.equal(*results)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(pools[0].buffers[0], pools[1].buffers[0], strict=True))
+    assert len(calls) == one_launch
+    if one_launch:
+        assert calls[0]["overlap"] is ops.OVERLAP
+        assert calls[0]["eps"] == 1e-5
+        assert calls[0]["scale"] == spec.scale

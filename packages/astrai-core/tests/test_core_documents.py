@@ -141,14 +141,19 @@ def test_one_call_on_a_gpu(extra: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 def test_blocks_compile_on_a_gpu() -> None:
-    """The kernel within a compiled layer: documents of any number and length, few compilations."""
+    """The kernel within a compiled layer: documents of any number and length, few compilations.
+
+    A compiled layer rounds in other places, and the model amplifies that: both are held against fp32.
+    """
     model = make_model({}).to("cuda", torch.bfloat16)
     plain = make_model({}).to("cuda", torch.bfloat16)
+    wide = make_model({}).to("cuda", torch.bfloat16).float()
     torch._dynamo.reset()
     for layer in model.model.layers:
         layer.compile()
     for lens in ((3, 70, 1, 90, 28), (64, 64, 64), (20, 44, 100, 28), (192,)):
         ids = torch.randint(0, 61, (3, 64), generator=torch.Generator().manual_seed(len(lens))).cuda()
-        ours, theirs = (m.hidden_states(ids, doc_lens=lens).float() for m in (model, plain))
-        torch.testing.assert_close(ours, theirs, atol=0.03 * float(theirs.abs().max()), rtol=0)
+        ours, theirs, exact = (m.hidden_states(ids, doc_lens=lens).float() for m in (model, plain, wide))
+        assert 0 < (theirs - exact).norm() < 0.05 * exact.norm()
+        assert (ours - exact).norm() < 1.5 * (theirs - exact).norm()
         ours.square().sum().backward()

@@ -10,7 +10,7 @@ import torch
 
 from astrai_core import kernels, ops
 from astrai_core.attention import flash
-from astrai_core.attention.backend import ENVIRONMENT, AttentionSpec, resolve_backend
+from astrai_core.attention.backend import ENVIRONMENT, AttentionBackend, AttentionSpec, resolve_backend
 from astrai_core.attention.cuda import CudaBackend
 from astrai_core.attention.rotary import Rope
 from astrai_core.attention.torch_native import TorchNativeBackend
@@ -49,9 +49,13 @@ def agree(ours: list[torch.Tensor], theirs: list[torch.Tensor], dtype: torch.dty
 def test_steps_of_every_family_equal_torch_attention(served, options, dtype, monkeypatch):
     """Chunks, mixed steps and decodes; what nobody may read is NaN or leads nowhere."""
     calls = Counter()
-    attention = kernels.module("attention")
-    decode = attention.decode_attention
-    monkeypatch.setattr(attention, "decode_attention", lambda *a, **b: (calls.update(n=1), decode(*a, **b))[1])
+
+    def count(module, name):
+        op = getattr(kernels.module(module), name)
+        monkeypatch.setattr(kernels.module(module), name, lambda *a, **b: (calls.update(n=1), op(*a, **b))[1])
+
+    count("attention", "decode_attention")
+    count("qkv_attention", "qkv_decode_attention")
     ours = served(CudaBackend(), dtype=dtype, device="cuda", **options)
     assert calls["n"] == 7 * 3, "every step with single queries went through the kernel in each layer"
     agree(ours, served(TorchNativeBackend(), dtype=dtype, device="cuda", **options), dtype)
@@ -172,3 +176,35 @@ def test_the_door_and_its_twins_agree(dtype, interleaved, step_pool):
         torch.testing.assert_close(kernel, results[1][name], atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
     assert torch.equal(results[0]["v"], results[1]["v"])
     assert torch.equal(results[0]["embedding"], results[1]["embedding"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_launch_has_the_bits_of_two(step_pool, head_dim, deterministic):
+    """Issue 5, Deliver 4: norm, rotation, write and attention of up to eight requests in one launch."""
+    spec = AttentionSpec(layer=0, n_heads=16, n_kv_heads=4, head_dim=head_dim)
+    angles = torch.rand(2048, head_dim // 2, device="cuda") * 6.3
+    norms = torch.rand(2, head_dim, device="cuda", dtype=torch.bfloat16)
+    backend = CudaBackend()
+    pool = step_pool([None], 4, head_dim, 8, 1024, 16, dtype=torch.bfloat16, device="cuda")
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        pool.step({row: 1 + 120 * row for row in range(8)})
+        for buffer in pool.buffers[0]:
+            buffer.normal_()
+        for _ in range(2):
+            cache = pool.step(dict.fromkeys(range(8), 1))
+            before = [buffer.clone() for buffer in pool.buffers[0]]
+            qkv = torch.randn(8, 24 * head_dim, device="cuda", dtype=torch.bfloat16)
+            rope = Rope(angles.cos(), angles.sin(), cache.groups[0].seq_lens.long() - 1)
+            backend.plan(cache, [spec])
+            assert backend._is_one_launch(qkv, spec, cache, rope, norms.unbind())
+            results = []
+            for attend in (AttentionBackend.attend, CudaBackend.attend):
+                for buffer, old in zip(pool.buffers[0], before, strict=True):
+                    buffer.copy_(old)
+                results.append([attend(backend, qkv, spec, cache, rope, *norms), *(b.clone() for b in pool.buffers[0])])
+            assert all(torch.equal(one, two) for two, one in zip(*results, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +37,14 @@ def build(options: dict[str, Any]) -> Any:
     return model
 
 
+@dataclass
+class Bound:
+    """What a model's steps read."""
+
+    weights: tuple[Any, ...]
+    options: dict[str, Any]
+
+
 class Twin:
     """The kernels' module, its launch replaced by the twin in plain torch."""
 
@@ -47,14 +57,13 @@ class Twin:
 
     StepLayer = SimpleNamespace
 
-    def DecodeStep(self, *weights: Any, **options: Any) -> tuple[Any, ...]:
+    def DecodeStep(self, *weights: Any, **options: Any) -> Bound:
         self.bound += 1
-        return weights, options
+        return Bound(weights, options)
 
-    def decode_step(self, step: Any, *inputs: Any) -> Any:
+    def decode_step(self, step: Bound, *inputs: Any) -> Any:
         self.steps += 1
-        weights, options = step
-        return self._twin.decode_step(*weights, *inputs, **options)
+        return self._twin.decode_step(*step.weights, *inputs, **step.options)
 
 
 @pytest.fixture
@@ -66,7 +75,8 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Twin:
 
 
 @torch.inference_mode()
-def steps(model: Any, pool: Any, pattern: list[dict[int, int]]) -> list[torch.Tensor]:
+def steps(model: Any, pool: Any, pattern: list[dict[int, int]], whole: WholeStep | None = None) -> list[torch.Tensor]:
+    """Results of a pattern of steps, by `whole` where it takes one and there is one."""
     tokens = torch.randint(96, (4, 32), generator=torch.Generator().manual_seed(2))
     logits = []
     for step in pattern:
@@ -74,7 +84,11 @@ def steps(model: Any, pool: Any, pattern: list[dict[int, int]]) -> list[torch.Te
         cache = pool.step(step)
         rows = torch.cat([torch.full((n,), row) for row, n in step.items()])
         positions = torch.cat([torch.arange(before[row], before[row] + n) for row, n in step.items()])
-        output = model.forward_paged(tokens[rows, positions], positions, cache, TorchNativeBackend())
+        ids = tokens[rows, positions]
+        if whole is not None and whole.takes(ids, cache):
+            logits.append(torch.cat(whole.run(ids, positions, cache), -1))
+            continue
+        output = model.forward_paged(ids, positions, cache, TorchNativeBackend())
         logits.append(torch.cat((output.logits, output.last_hidden_state), -1))
     return logits
 
@@ -97,25 +111,43 @@ def test_the_kernel_gets_what_the_layers_have(options, twin, step_pool):
     model = build(options)
     heads = model.config.num_key_value_heads
     expected = steps(model, step_pool([None] * 3, heads, 64, 4, 32, 4), PATTERN)
-    model.whole_step = WholeStep(model)
+    whole = WholeStep(model)
     pool = step_pool([None] * 3, heads, 64, 4, 32, 4)
-    found = steps(model, pool, PATTERN)
+    found = steps(model, pool, PATTERN, whole)
     assert twin.steps == 3, "the decode steps, and no chunk"
     assert twin.bound == 1, "the addresses did not change"
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, atol=2e-4, rtol=1e-4)
-    steps(model, step_pool([None] * 3, heads, 64, 4, 32, 4), PATTERN[:2])
+    steps(model, step_pool([None] * 3, heads, 64, 4, 32, 4), PATTERN[:2], whole)
     assert twin.bound == 2, "another pool"
+
+
+def test_a_pool_that_is_forgotten_is_let_go(twin, step_pool):
+    """Rule 12: after a sleep nothing but the pool itself holds its memory; the next step binds it anew."""
+    model = build({})
+    whole = WholeStep(model)
+    pool = step_pool([None] * 3, 2, 64, 4, 32, 4)
+    steps(model, pool, PATTERN[:2], whole)
+    held = weakref.ref(whole._step)
+    assert held() is not None
+    whole.forget()
+    assert held() is None
+    steps(model, pool, PATTERN[2:3], whole)
+    assert twin.bound == 2
 
 
 def test_which_steps_it_takes(twin, step_pool):
     """Guesses that are checked read keys of this very step; nine rows are too many; deterministic mode has its own order."""
-    whole = WholeStep(build({}))
+    model = build({})
+    whole = WholeStep(model)
     pool = step_pool([None] * 3, 2, 64, 9, 32, 4)
     with torch.inference_mode():
         cache = pool.step({0: 1, 1: 1})
         ids = torch.zeros(2, dtype=torch.int64)
         assert whole.takes(ids, cache)
+        alone = WholeStep(model, 1)
+        assert alone.takes(ids[:1], cache)
+        assert not alone.takes(ids, cache)
         assert not whole.takes(torch.zeros(9, dtype=torch.int64), cache)
         cache.groups[0].reads_own_keys = True
         assert not whole.takes(ids, cache)

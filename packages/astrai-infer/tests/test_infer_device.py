@@ -318,6 +318,32 @@ def test_graphs_cannot_be_had_on_a_cpu():
     assert not isinstance(small_engine(tiny_model(), cuda_graphs=False).scheduler.executor, DeviceExecutor)
 
 
+def test_deterministic_mode_is_for_the_draft_model_too():
+    """Rule 2: where the model sums in a fixed order, so does its draft; equal weights then guess right bit by bit."""
+    plain = device_engine(tiny_model(), None, max_num_seqs=8).scheduler.executor
+    assert isinstance(plain, DeviceExecutor)
+    models = {"model": plain.model, "draft": tiny_model()}
+    seen: list[tuple[str, bool]] = []
+    for name, model in models.items():
+
+        def watched(*args: Any, forward: Any = model.forward_paged, name: str = name) -> CausalLMOutput:
+            seen.append((name, torch.are_deterministic_algorithms_enabled()))
+            return forward(*args)
+
+        model.forward_paged = watched
+    engine = device_engine(plain.model, None, draft_model=models["draft"], speculation="draft", max_num_seqs=8)
+    for deterministic in (False, True):
+        executor = DeviceExecutor(
+            plain.model, engine.pool, plain.backend, 8, 64, None,
+            deterministic=deterministic, draft=models["draft"], max_draft_tokens=2,
+        )  # fmt: skip
+        seen.clear()
+        for shape in (StepShape(4, verifies=True), StepShape(0, 16, 1)):
+            executor.run_padding(shape)
+        assert set(seen) == {(name, deterministic) for name in models}
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_sleep_and_new_weights_land_what_is_under_way():
     """Rules 8 and 12: between steps nothing is in flight, graphs are made anew, and answers go on as they would have."""
     recorder = Recorder()

@@ -48,7 +48,7 @@ def test_the_door_takes_the_kernel_and_it_equals_the_twin(dtype, monkeypatch):
     fused = kernels.module("fused")
     for name in ("rms_norm", "add_rms_norm"):
         original = getattr(fused, name)
-        monkeypatch.setattr(fused, name, lambda *a, _f=original, _n=name: (calls.append(_n), _f(*a))[1])
+        monkeypatch.setattr(fused, name, lambda *a, _f=original, _n=name, **k: (calls.append(_n), _f(*a, **k))[1])
     by_kernel = [ops.rms_norm(x, weight, 1e-5), *ops.add_rms_norm(x, residual, weight, 1e-5)]
     assert calls == ["rms_norm", "add_rms_norm"]
     with torch.enable_grad():

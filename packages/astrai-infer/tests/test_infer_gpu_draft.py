@@ -68,7 +68,7 @@ def test_a_draft_model_changes_no_token(model, drafts, which, graphs, prefix_cac
             assert [done.token_ids for done in engine.scheduler.run_batch(asked)] == expected
         health = engine.health()
         if which == "same":
-            assert health.n_accepted > 0.9 * health.n_drafted > 0
+            assert health.n_accepted == health.n_drafted > 0
         assert (len(draft_of(engine).graphs) > 0) == graphs
         assert engine.pool.n_used == 0
 

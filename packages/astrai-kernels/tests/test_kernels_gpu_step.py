@@ -101,13 +101,22 @@ class Model:
         return *reference(layers, *rest, **inputs, n_heads=self.heads), layers
 
 
+def angle(left: Tensor, right: Tensor) -> float:
+    """By how much the cosine of two tensors differs from 1."""
+    return 1.0 - float(torch.nn.functional.cosine_similarity(left.double().flatten(), right.double().flatten(), dim=0))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize(
     ("head_dim", "qk_norm", "bias"), [(64, False, False), (64, False, True), (128, True, False), (128, False, True)]
 )
 def test_step_obeys_the_rule(fresh_seed, obeys_rule, head_dim, qk_norm, bias, page, dtype):
-    """Logits, hidden states, new keys and values; every other slot keeps its bits."""
+    """Logits, hidden states, new keys and values; every other slot keeps its bits.
+
+    The rule's bound on the cosine is one operation's. Two layers round some thirty times, which alone turns bf16 by 1.6e-5;
+    so the ops one by one, in the same type, are the measure.
+    """
     model = Model(head_dim, page, dtype, qk_norm=qk_norm, bias=bias)
     for lens in LENS.values():
         inputs = model.inputs(lens)
@@ -115,7 +124,7 @@ def test_step_obeys_the_rule(fresh_seed, obeys_rule, head_dim, qk_norm, bias, pa
         same, same_hidden, same_layers = model.twin(dtype, inputs)
         before = [(layer.k_buffer.clone(), layer.v_buffer.clone()) for layer in model.weights]
         logits, hidden = decode_step(model.step, **inputs)
-        obeys_rule(logits, exact, same)
+        obeys_rule(logits, exact, same, cosine=max(5e-6, 2 * angle(same, exact)))
         obeys_rule(hidden, exact_hidden, same_hidden)
         locs = inputs["out_cache_loc"]
         for layer, wide, narrow, old in zip(model.weights, exact_layers, same_layers, before, strict=True):
@@ -171,7 +180,7 @@ def test_op_passes_opcheck(fresh_seed):
     layer = model.weights[0]
     arguments = (
         *(i["ids"], i["position_ids"], i["out_cache_loc"], i["seq_lens"], i["req_indices"], i["req_to_token"]),
-        *(*model.rest, model.step.table, model.step.workspace, [layer.k_buffer], [layer.v_buffer]),
+        *(*model.rest, model.step.table, model.step.maps, model.step.workspace, [layer.k_buffer], [layer.v_buffer]),
         *(model.heads, model.ffn, 1e-6, model.dim**-0.5),
     )
     # Not test_aot_dispatch: it runs the op on copies of the pools, which the table of addresses does not know.

@@ -146,10 +146,6 @@ def opcheck_cases() -> dict[str, Callable[[Inputs], tuple[object, ...]]]:
         "rms_norm_out": lambda i: (i.x, i.w, 1e-6, torch.empty_like(i.x)),
         "add_rms_norm": lambda i: (i.x, i.residual, i.w, 1e-6),
         "add_rms_norm_out": lambda i: (i.x, i.residual, i.w, 1e-6, torch.empty_like(i.x), torch.empty_like(i.x)),
-        "add_rms_norm_partials": lambda i: (
-            *(torch.stack((i.x, i.residual)).float(), i.residual, i.w, 1e-6),
-            *(torch.empty_like(i.x), torch.empty_like(i.x), False),
-        ),
         "rotary_": lambda i: (i.q, i.k, i.cos, i.sin, i.position_ids, False),
         "rotary_out": lambda i: (
             *(i.q, i.k, i.cos, i.sin, i.position_ids, True),

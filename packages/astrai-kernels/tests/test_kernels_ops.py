@@ -24,7 +24,6 @@ OPS = [
     "rms_norm_out",
     "add_rms_norm",
     "add_rms_norm_out",
-    "add_rms_norm_partials",
     "rotary_",
     "rotary_out",
     "qkv_norm_rope_write",
@@ -70,7 +69,6 @@ def op_arguments(name: str, device: str) -> tuple[object, ...]:
         "rms_norm_out": (x, w, 1e-6, out),
         "add_rms_norm": (x, r, w, 1e-6),
         "add_rms_norm_out": (x, r, w, 1e-6, out, residual_out),
-        "add_rms_norm_partials": (torch.empty(2, 6, 64, device=device), r, w, 1e-6, out, residual_out, True),
         "rotary_": (q, k, cos, sin, position_ids, False),
         "rotary_out": (q, k, cos, sin, position_ids, True, q.clone(), k.clone()),
     }[name]

@@ -40,6 +40,7 @@ def capacity(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stands for the compiled module, which needs a device to say how much shared memory there is."""
     found = SimpleNamespace(stages=8)
     found.step_capacity = lambda device, shape, n_layers: (1024, found.stages)
+    found.step_maps = lambda dtype, device, shape, layers, head: bytes(128 * (4 * len(layers) + 1))
     monkeypatch.setattr(module, "extension", lambda: found)
     monkeypatch.setattr(module, "_index", lambda device: 0)
     return found
@@ -125,6 +126,18 @@ def test_shapes_it_does_not_know_are_refused_by_name(changes, message):
     }
     assert module.unavailable(**shape, device=torch.device("meta")) is None
     assert message in (module.unavailable(**(shape | changes), device=torch.device("meta")) or "")
+
+
+def test_every_weight_has_a_descriptor():
+    assert build(layer(), layer(), layer()).maps.shape == (13, 16), "four of each layer, and the head"
+
+
+def test_other_devices_than_hopper_are_refused_by_name(capacity, monkeypatch):
+    capacity.stages = 0
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert module.unavailable(128, 192, 4, 2, 64, 80, 2, torch.device("cuda")) == (
+        "it needs compute capability 9.0, whose copy engine brings the weights"
+    )
 
 
 def test_too_little_shared_memory_is_refused(capacity):

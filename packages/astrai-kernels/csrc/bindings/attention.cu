@@ -61,14 +61,14 @@ bool has_extras(const AttentionParams& params) { return params.softcap > 0.0f ||
 
 }  // namespace
 
-AttentionCapacity attention_capacity(int head_dim, int n_heads, int n_kv_heads, int q_len, int device) {
+AttentionCapacity attention_capacity(int head_dim, int n_heads, int n_kv_heads, int q_len, int batch, int device) {
   const char* what = "attention_capacity";
   check_heads(what, head_dim, n_heads, n_kv_heads, q_len);
+  require(batch >= 1, what, "batch must be at least 1");
   const DeviceGuard guard(device, what);
-  AttentionCapacity capacity = {};
-  capacity.units = decode_units(head_dim, n_heads, n_kv_heads, q_len);
-  check(decode_workers(head_dim, n_heads / n_kv_heads * q_len, &capacity.workers), what);
-  return capacity;
+  DecodeLayout layout = {};
+  check(decode_layout(head_dim, n_heads, n_kv_heads, q_len, batch, false, &layout), what);
+  return {layout.workers, decode_units(head_dim, n_heads, n_kv_heads, q_len)};
 }
 
 void launch_attention_plan(AttentionPlanParams params, int head_dim, int n_heads, int n_kv_heads, int device,
@@ -82,7 +82,9 @@ void launch_attention_plan(AttentionPlanParams params, int head_dim, int n_heads
   require(params.plan && is_aligned(params.plan, 16), what, "plan must be 16-byte aligned and not null");
   const DeviceGuard guard(device, what);
   params.units = decode_units(head_dim, n_heads, n_kv_heads, params.q_len);
-  check(decode_workers(head_dim, n_heads / n_kv_heads * params.q_len, &params.workers), what);
+  DecodeLayout layout = {};
+  check(decode_layout(head_dim, n_heads, n_kv_heads, params.q_len, params.batch, params.fixed_len > 0, &layout), what);
+  params.workers = layout.workers;
   check(plan(params, reinterpret_cast<cudaStream_t>(stream)), what);
 }
 
@@ -91,7 +93,9 @@ void launch_attention_decode(const AttentionParams& params, int dtype, int max_c
   const char* what = "decode_attention";
   check_heads(what, params.head_dim, params.n_heads, params.n_kv_heads, params.q_len);
   require(max_chunks >= 0 && max_chunks <= (1 << 24), what, "max_chunks must lie between 0 and 2^24");
-  if (max_chunks == 0) return;
+  require(params.batch >= 0 && params.batch <= max_chunks, what, "max_chunks must be at least the batch");
+  require(params.fixed_len >= 0, what, "fixed_len must not be negative");
+  if (params.batch == 0) return;
   require(params.plan, what, "no tensor may be null");
   require(params.partial_out && params.partial_ml && params.counters, what, "no scratch may be null");
   check_operands(what, params, dtype);
@@ -109,6 +113,52 @@ void launch_attention_decode(const AttentionParams& params, int dtype, int max_c
     case 192: return check(decode_192(params, type, max_items, extras, run), what);
     default: return check(decode_256(params, type, max_items, extras, run), what);
   }
+}
+
+void launch_qkv_attention_decode(FreshAttentionParams params, int dtype, int max_chunks, int device,
+                                 std::uintptr_t stream) {
+  const char* what = "qkv_decode_attention";
+  const QkvParams& heads = params.heads;
+  check_heads(what, params.head_dim, params.n_heads, params.n_kv_heads, params.q_len);
+  require(params.head_dim == 64 || params.head_dim == 128, what, "head_dim must be 64 or 128");
+  require(params.n_heads <= kFreshRows * params.n_kv_heads, what, "a kv head must have at most eight query heads");
+  require(params.q_len == 1, what, "q_len must be 1");
+  require(params.n_heads == heads.n_heads && params.n_kv_heads == heads.n_kv_heads &&
+              params.head_dim == heads.head_dim && params.batch == heads.tokens,
+          what, "plan and projection must have the same heads, head_dim and tokens");
+  require(max_chunks >= params.batch && max_chunks <= (1 << 24), what, "max_chunks must be at least the batch");
+  require(params.fixed_len >= 0, what, "fixed_len must not be negative");
+  if (params.batch == 0) return;
+  require(params.plan && params.req_to_token && heads.out_cache_loc, what, "no tensor may be null");
+  require(params.partial_out && params.partial_ml && params.counters, what, "no scratch may be null");
+  require(!params.lse && !has_extras(params) && !heads.k_scale && !heads.v_scale, what,
+          "there is no lse, mask, sink, softcap or scale of a cache here");
+  if (heads.cos) {
+    require(heads.sin && heads.position_ids, what, "sin and position_ids must not be null where cos is given");
+    require(heads.rotary_dim >= 16 && heads.rotary_dim % 16 == 0 && heads.rotary_dim <= heads.head_dim, what,
+            "rotary_dim must be a multiple of 16 up to head_dim");
+    require(heads.max_pos >= 1, what, "max_pos must be at least 1");
+  }
+  require(heads.eps >= 0.0f && heads.pool_size >= 0 && heads.pool_size <= 0x7fffffff, what,
+          "eps and the pool's size must not be negative, and the latter below 2^31");
+  params.q = heads.qkv;
+  params.q_token_stride = heads.qkv_stride;
+  params.q_head_stride = heads.head_dim;
+  params.k = heads.k_buffer;
+  params.v = heads.v_buffer;
+  params.k_slot_stride = heads.k_slot_stride;
+  params.k_head_stride = heads.k_head_stride;
+  params.v_slot_stride = heads.v_slot_stride;
+  params.v_head_stride = heads.v_head_stride;
+  check_operands(what, params, dtype);
+  require(qkv_is_aligned(heads, 2), what, "qkv, norms, cos, sin and pools must have rows at multiples of 16 bytes");
+  const DeviceGuard guard(device, what);
+  const int64_t max_items = static_cast<int64_t>(max_chunks) * params.n_kv_heads;
+  const DType type = static_cast<DType>(dtype);
+  const auto run = reinterpret_cast<cudaStream_t>(stream);
+  check(params.head_dim == 64 ? decode_fresh_64(params, type, max_items, run)
+                              : decode_fresh_128(params, type, max_items, run),
+        what);
 }
 
 namespace {

@@ -35,6 +35,14 @@ cudaError_t decode_80_96(const AttentionParams&, DType, int64_t max_items, bool 
 cudaError_t decode_128(const AttentionParams&, DType, int64_t max_items, bool extras, cudaStream_t);
 cudaError_t decode_192(const AttentionParams&, DType, int64_t max_items, bool extras, cudaStream_t);
 cudaError_t decode_256(const AttentionParams&, DType, int64_t max_items, bool extras, cudaStream_t);
+cudaError_t decode_fresh_64(const FreshAttentionParams&, DType, int64_t max_items, cudaStream_t);
+cudaError_t decode_fresh_128(const FreshAttentionParams&, DType, int64_t max_items, cudaStream_t);
+
+template <int kDim>
+cudaError_t decode_fresh(const FreshAttentionParams& params, DType dtype, int64_t max_items, cudaStream_t stream) {
+  return dtype == DType::kFloat16 ? launch_decode<float16, FreshKV, kDim, 1, false>(params, max_items, stream)
+                                  : launch_decode<bfloat16, FreshKV, kDim, 1, false>(params, max_items, stream);
+}
 
 }  // namespace astrai
 
@@ -42,8 +50,11 @@ cudaError_t decode_256(const AttentionParams&, DType, int64_t max_items, bool ex
 
 // Instantiated by name, so that NVRTC, which compiles no launch code, compiles every kernel.
 #define ASTRAI_INSTANTIATE_DECODE_KERNEL(T, KV, DIM, TILES, EXTRAS) \
-  template __global__ void decode_kernel<T, KV, DIM, TILES, EXTRAS>(const AttentionParams);
+  template __global__ void decode_kernel<T, KV, DIM, TILES, EXTRAS>(const KV::Params);
 #define ASTRAI_INSTANTIATE_DECODE(DIM, TILES)                                  \
   ASTRAI_DECODE_CASES(ASTRAI_INSTANTIATE_DECODE_KERNEL, float16, DIM, TILES)   \
   ASTRAI_DECODE_CASES(ASTRAI_INSTANTIATE_DECODE_KERNEL, bfloat16, DIM, TILES)  \
   ASTRAI_INSTANTIATE_DECODE_KERNEL(float16, NarrowKV, DIM, TILES, true)
+#define ASTRAI_INSTANTIATE_FRESH(DIM)                            \
+  ASTRAI_INSTANTIATE_DECODE_KERNEL(float16, FreshKV, DIM, 1, false) \
+  ASTRAI_INSTANTIATE_DECODE_KERNEL(bfloat16, FreshKV, DIM, 1, false)

@@ -1,6 +1,5 @@
-// Family "fused": RMSNorm with and without the residual add, and behind a product in slices.
+// Family "fused": RMSNorm with and without the residual add.
 
-#include "astrai/fused/partial_norm.cuh"
 #include "astrai/fused/rms_norm.cuh"
 
 namespace astrai {
@@ -20,12 +19,6 @@ ASTRAI_RMS_NORM_CASES(ASTRAI_INSTANTIATE, bfloat16, true)
   template __global__ void rms_norm_bulk_kernel<T, TEAM, WARPS, DEPTH, ROWS, ADD>(const RmsNormParams, const int);
 ASTRAI_RMS_NORM_BULK_CASES(ASTRAI_INSTANTIATE, float16)
 ASTRAI_RMS_NORM_BULK_CASES(ASTRAI_INSTANTIATE, bfloat16)
-#undef ASTRAI_INSTANTIATE
-
-#define ASTRAI_INSTANTIATE(T, OCTETS, SLICES) \
-  template __global__ void partial_norm_kernel<T, OCTETS, SLICES>(const PartialNormParams);
-ASTRAI_PARTIAL_NORM_CASES(ASTRAI_INSTANTIATE, float16)
-ASTRAI_PARTIAL_NORM_CASES(ASTRAI_INSTANTIATE, bfloat16)
 #undef ASTRAI_INSTANTIATE
 
 }  // namespace astrai
@@ -56,28 +49,6 @@ void launch_rms_norm(const RmsNormParams& params, int dtype, bool with_add, bool
           what, "every pointer must be a multiple of the element size");
   const DeviceGuard guard(device, what);
   check(rms_norm(params, static_cast<DType>(dtype), with_add, reinterpret_cast<cudaStream_t>(stream), overlap), what);
-}
-
-void launch_add_rms_norm_partials(const PartialNormParams& params, int dtype, int device, std::uintptr_t stream) {
-  const char* what = "add_rms_norm_partials";
-  require(dtype == 1 || dtype == 2, what, "dtype must be 1 (float16) or 2 (bfloat16)");
-  require(params.rows >= 0 && params.rows <= 0x7fffffff, what, "rows must lie between 0 and 2^31 - 1");
-  require(params.hidden >= kOctet && params.hidden <= kPartialNormMaxHidden && params.hidden % kOctet == 0, what,
-          "hidden must be a multiple of 8 between 8 and 8192");
-  require(params.slices == 2 || params.slices == 4, what, "slices must be 2 or 4");
-  require(params.eps >= 0.0f, what, "eps must not be negative");
-  if (params.rows == 0) return;
-  require(params.parts && params.residual && params.weight && params.out && params.residual_out, what,
-          "parts, residual, weight, out and residual_out must not be null");
-  require(is_aligned(params.parts, 16) && is_aligned(params.residual, 16) && is_aligned(params.weight, 16) &&
-              is_aligned(params.out, 16) && is_aligned(params.residual_out, 16),
-          what, "every pointer must be a multiple of 16 bytes");
-  require(params.slice_stride % 4 == 0 &&
-              (params.rows == 1 || (params.row_stride % 4 == 0 && params.residual_stride % kOctet == 0 &&
-                                    params.out_stride % kOctet == 0 && params.residual_out_stride % kOctet == 0)),
-          what, "every stride must be a multiple of 16 bytes");
-  const DeviceGuard guard(device, what);
-  check(add_rms_norm_partials(params, static_cast<DType>(dtype), reinterpret_cast<cudaStream_t>(stream)), what);
 }
 
 }  // namespace astrai

@@ -15,6 +15,12 @@ ASTRAI_LINEAR_NARROW_CASES(ASTRAI_INSTANTIATE, bfloat16)
 ASTRAI_LINEAR_WIDE_CASES(ASTRAI_INSTANTIATE, float16)
 ASTRAI_LINEAR_WIDE_CASES(ASTRAI_INSTANTIATE, bfloat16)
 #undef ASTRAI_INSTANTIATE
+#define ASTRAI_INSTANTIATE(T, WIDTH, GROUPS, SETS, STAGES)              \
+  template __global__ void linear_stream_kernel<T, WIDTH, GROUPS, SETS, STAGES>( \
+      const LinearParams, const __grid_constant__ TensorMap, const __grid_constant__ TensorMap);
+ASTRAI_LINEAR_STREAM_CASES(ASTRAI_INSTANTIATE, float16)
+ASTRAI_LINEAR_STREAM_CASES(ASTRAI_INSTANTIATE, bfloat16)
+#undef ASTRAI_INSTANTIATE
 
 }  // namespace astrai
 

@@ -65,28 +65,6 @@ void add_rms_norm(int dtype, int device, std::uintptr_t stream, RowTuple x, RowT
   astrai::launch_rms_norm(params, dtype, true, overlap, device, stream);
 }
 
-void add_rms_norm_partials(int dtype, int device, std::uintptr_t stream, RowTuple parts, MatrixTuple residual,
-                           std::uintptr_t weight, MatrixTuple out, MatrixTuple residual_out, std::int64_t rows,
-                           int hidden, int slices, float eps, bool overlap) {
-  astrai::PartialNormParams params = {};
-  params.parts = reinterpret_cast<const float*>(std::get<0>(parts));
-  params.slice_stride = std::get<1>(parts);
-  params.row_stride = std::get<2>(parts);
-  params.residual = reinterpret_cast<const void*>(std::get<0>(residual));
-  params.residual_stride = std::get<1>(residual);
-  params.weight = reinterpret_cast<const void*>(weight);
-  params.out = reinterpret_cast<void*>(std::get<0>(out));
-  params.out_stride = std::get<1>(out);
-  params.residual_out = reinterpret_cast<void*>(std::get<0>(residual_out));
-  params.residual_out_stride = std::get<1>(residual_out);
-  params.rows = rows;
-  params.hidden = hidden;
-  params.slices = slices;
-  params.eps = eps;
-  params.overlap = overlap;
-  astrai::launch_add_rms_norm_partials(params, dtype, device, stream);
-}
-
 void rotary(int dtype, int device, std::uintptr_t stream, HeadsTuple q, HeadsTuple k, std::uintptr_t cos,
             std::int64_t cos_stride, std::uintptr_t sin, std::int64_t sin_stride, std::int64_t max_pos,
             std::uintptr_t position_ids, std::int64_t position_stride, bool positions_are_64_bit, std::int64_t tokens,
@@ -297,7 +275,6 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Launchers of astrai's CUDA kernels; use the checked functions of astrai_kernels.";
   module.def("rms_norm", &rms_norm);
   module.def("add_rms_norm", &add_rms_norm);
-  module.def("add_rms_norm_partials", &add_rms_norm_partials);
   module.def("rotary", &rotary);
   module.def("linear", &linear);
   module.def("lora_shrink", &lora_shrink);

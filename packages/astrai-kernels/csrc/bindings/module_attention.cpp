@@ -57,18 +57,74 @@ astrai::AttentionParams operands(int dtype, Heads q, Heads out, std::uintptr_t l
   return p;
 }
 
-void attention_decode(int dtype, int device, std::uintptr_t stream, Heads q, Heads out, std::uintptr_t lse, Keys k, Keys v,
-                      Scales k_scale, Scales v_scale, Rows table, Rows mask, std::uintptr_t sinks, Shape shape,
-                      float scale, float softcap, bool overlap, Scratch scratch) {
-  astrai::AttentionParams p =
-      operands(dtype, q, out, lse, k, v, k_scale, v_scale, table, mask, sinks, shape, scale, softcap);
-  p.overlap = overlap;
+void bind_scratch(astrai::AttentionParams& p, const Scratch& scratch) {
   p.plan = reinterpret_cast<const astrai::AttentionPlan*>(std::get<0>(scratch));
   p.chunks = reinterpret_cast<const astrai::AttentionChunk*>(std::get<0>(scratch) + kPlanHeaderBytes);
   p.partial_out = reinterpret_cast<float*>(std::get<1>(scratch));
   p.partial_ml = reinterpret_cast<float*>(std::get<2>(scratch));
   p.counters = reinterpret_cast<std::int32_t*>(std::get<3>(scratch));
+}
+
+void attention_decode(int dtype, int device, std::uintptr_t stream, Heads q, Heads out, std::uintptr_t lse, Keys k, Keys v,
+                      Scales k_scale, Scales v_scale, Rows table, Rows mask, std::uintptr_t sinks, Shape shape,
+                      float scale, float softcap, bool overlap, int batch, int fixed_len, Scratch scratch) {
+  astrai::AttentionParams p =
+      operands(dtype, q, out, lse, k, v, k_scale, v_scale, table, mask, sinks, shape, scale, softcap);
+  p.overlap = overlap;
+  p.batch = batch;
+  p.fixed_len = fixed_len;
+  bind_scratch(p, scratch);
   astrai::launch_attention_decode(p, dtype, std::get<4>(scratch), device, stream);
+}
+
+void qkv_attention_decode(int dtype, int device, std::uintptr_t stream, Rows qkv, Heads k_buffer, Heads v_buffer,
+                          std::uintptr_t q_norm, std::uintptr_t k_norm, Rows cos, Rows sin, std::int64_t max_pos,
+                          Rows position_ids, bool positions_are_64_bit, Rows out_cache_loc, bool locs_are_64_bit,
+                          std::int64_t pool_size, int batch, int rotary_dim, float eps, bool interleaved, bool overlap,
+                          Heads out, Rows table, Shape shape, float scale, int fixed_len, Scratch scratch) {
+  astrai::FreshAttentionParams p = {};
+  std::tie(p.n_heads, p.n_kv_heads, p.head_dim, p.q_len, p.window) = shape;
+  p.out = reinterpret_cast<void*>(std::get<0>(out));
+  p.out_token_stride = std::get<1>(out);
+  p.out_head_stride = std::get<2>(out);
+  p.req_to_token = reinterpret_cast<const std::int32_t*>(std::get<0>(table));
+  p.table_stride = std::get<1>(table);
+  p.scale = scale;
+  p.batch = batch;
+  p.fixed_len = fixed_len;
+  p.overlap = overlap;
+  bind_scratch(p, scratch);
+  astrai::QkvParams& heads = p.heads;
+  heads.qkv = reinterpret_cast<const void*>(std::get<0>(qkv));
+  heads.qkv_stride = std::get<1>(qkv);
+  heads.k_buffer = reinterpret_cast<void*>(std::get<0>(k_buffer));
+  heads.k_slot_stride = std::get<1>(k_buffer);
+  heads.k_head_stride = std::get<2>(k_buffer);
+  heads.v_buffer = reinterpret_cast<void*>(std::get<0>(v_buffer));
+  heads.v_slot_stride = std::get<1>(v_buffer);
+  heads.v_head_stride = std::get<2>(v_buffer);
+  heads.q_norm = reinterpret_cast<const void*>(q_norm);
+  heads.k_norm = reinterpret_cast<const void*>(k_norm);
+  heads.cos = reinterpret_cast<const float*>(std::get<0>(cos));
+  heads.cos_stride = std::get<1>(cos);
+  heads.sin = reinterpret_cast<const float*>(std::get<0>(sin));
+  heads.sin_stride = std::get<1>(sin);
+  heads.max_pos = max_pos;
+  heads.position_ids = reinterpret_cast<const void*>(std::get<0>(position_ids));
+  heads.position_stride = std::get<1>(position_ids);
+  heads.positions_are_64_bit = positions_are_64_bit;
+  heads.out_cache_loc = reinterpret_cast<const void*>(std::get<0>(out_cache_loc));
+  heads.loc_stride = std::get<1>(out_cache_loc);
+  heads.locs_are_64_bit = locs_are_64_bit;
+  heads.pool_size = pool_size;
+  heads.tokens = batch;
+  heads.n_heads = p.n_heads;
+  heads.n_kv_heads = p.n_kv_heads;
+  heads.head_dim = p.head_dim;
+  heads.rotary_dim = rotary_dim;
+  heads.eps = eps;
+  heads.interleaved = interleaved;
+  astrai::launch_qkv_attention_decode(p, dtype, std::get<4>(scratch), device, stream);
 }
 
 /// attention_prefill and attention_scalar.
@@ -102,9 +158,9 @@ void attention_plan(int device, std::uintptr_t stream, std::uintptr_t seq_lens, 
   astrai::launch_attention_plan(p, head_dim, n_heads, n_kv_heads, device, stream);
 }
 
-std::tuple<int, int> attention_capacity(int head_dim, int n_heads, int n_kv_heads, int q_len, int device) {
+std::tuple<int, int> attention_capacity(int head_dim, int n_heads, int n_kv_heads, int q_len, int batch, int device) {
   const astrai::AttentionCapacity capacity =
-      astrai::attention_capacity(head_dim, n_heads, n_kv_heads, q_len, device);
+      astrai::attention_capacity(head_dim, n_heads, n_kv_heads, q_len, batch, device);
   return {capacity.workers, capacity.units};
 }
 
@@ -112,6 +168,7 @@ std::tuple<int, int> attention_capacity(int head_dim, int n_heads, int n_kv_head
 
 void bind_attention(py::module_& module) {
   module.def("attention_decode", &attention_decode);
+  module.def("qkv_attention_decode", &qkv_attention_decode);
   module.def("attention_prefill", &attention_ragged<astrai::launch_attention_prefill>);
   module.def("attention_scalar", &attention_ragged<astrai::launch_attention_scalar>);
   module.def("attention_plan", &attention_plan);

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <tuple>
+#include <vector>
 
 #include "ops.h"
 
@@ -31,14 +32,32 @@ const T* pointer(std::uintptr_t address) {
   return reinterpret_cast<const T*>(address);
 }
 
+// weights: of each layer, what StepLayer holds; head.
+py::bytes step_maps(int dtype, int device, const Shape& shape, const std::vector<std::array<std::uintptr_t, 12>>& layers,
+                    std::uintptr_t head) {
+  astrai::StepParams p = with_shape(shape, static_cast<int>(layers.size()));
+  p.head = pointer<void>(head);
+  std::vector<astrai::StepLayer> table;
+  for (const std::array<std::uintptr_t, 12>& at : layers) {
+    astrai::StepLayer layer = {};
+    layer.qkv = pointer<void>(at[1]);
+    layer.o = pointer<void>(at[5]);
+    layer.gate_up = pointer<void>(at[8]);
+    layer.down = pointer<void>(at[9]);
+    table.push_back(layer);
+  }
+  return py::bytes(astrai::step_maps(p, table.data(), dtype, device));
+}
+
 // inputs: ids, position_ids, out_cache_loc, seq_lens, req_indices; weights: embedding, final norm, head;
 // outputs: logits, last hidden state.
 void decode_step(int dtype, int device, std::uintptr_t stream, const Shape& shape,
-                 const std::array<std::uintptr_t, 5>& inputs, const Table& req_to_token, const Table& layers,
+                 const std::array<std::uintptr_t, 5>& inputs, const Table& req_to_token, const Table& layers, std::uintptr_t maps,
                  const std::array<std::uintptr_t, 3>& weights, const Angles& angles, const Pool& pool,
                  const std::array<std::uintptr_t, 2>& outputs, std::uintptr_t workspace, float eps, float scale) {
   astrai::StepParams p = with_shape(shape, static_cast<int>(std::get<1>(layers)));
   p.layers = pointer<astrai::StepLayer>(std::get<0>(layers));
+  p.maps = pointer<astrai::TensorMap>(maps);
   p.eps = eps;
   p.scale = scale;
   p.ids = pointer<std::int64_t>(inputs[0]);
@@ -73,4 +92,5 @@ std::tuple<std::int64_t, int> step_capacity(int device, const Shape& shape, int 
 void bind_step(py::module_& module) {
   module.def("decode_step", &decode_step);
   module.def("step_capacity", &step_capacity);
+  module.def("step_maps", &step_maps);
 }

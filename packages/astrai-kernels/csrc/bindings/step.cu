@@ -5,7 +5,7 @@
 namespace astrai {
 
 // Instantiated by name as well, so that NVRTC, which compiles no launch code, compiles every kernel.
-#define ASTRAI_INSTANTIATE(T, DIM) template __global__ void step_kernel<T, DIM>(const __grid_constant__ StepParams);
+#define ASTRAI_INSTANTIATE(T, DIM) template __global__ void step_kernel<T, DIM, false>(const __grid_constant__ StepParams);
 ASTRAI_STEP_CASES(ASTRAI_INSTANTIATE, float16)
 ASTRAI_STEP_CASES(ASTRAI_INSTANTIATE, bfloat16)
 #undef ASTRAI_INSTANTIATE
@@ -14,6 +14,10 @@ ASTRAI_STEP_CASES(ASTRAI_INSTANTIATE, bfloat16)
 
 #ifndef __CUDACC_RTC__
 
+#include <string>
+#include <vector>
+
+#include "astrai/step/maps.h"
 #include "guard.h"
 #include "ops.h"
 
@@ -27,9 +31,19 @@ StepCapacity step_capacity(StepParams params, int device) {
   check(linear_device(&found), what);
   params.rows = kStepRows;
   derive(params);
-  const int fixed = params.head_dim == 64 ? fixed_bytes<64>() : fixed_bytes<128>();
-  const bool fits = fit_step(params, found.shared_bytes - fixed, params.head_dim) > 0;
+  const std::size_t fixed = params.head_dim == 64 ? sizeof(StepShared<64>) : sizeof(StepShared<128>);
+  const bool fits = fit_step(params, found, static_cast<int>(fixed)) > 0;
   return {place_workspace(params, found.multiprocessors, nullptr), fits ? params.depth : 0};
+}
+
+std::string step_maps(const StepParams& params, const StepLayer* layers, int dtype, int device) {
+  const char* what = "step_maps";
+  require(dtype == 1 || dtype == 2, what, "dtype must be 1 (float16) or 2 (bfloat16)");
+  require(params.n_layers >= 1, what, "there must be layers");
+  DeviceGuard guard(device, what);
+  std::vector<TensorMap> maps(step_maps(params.n_layers));
+  check(encode_step_maps(params, layers, static_cast<DType>(dtype), maps.data()), what);
+  return std::string(reinterpret_cast<const char*>(maps.data()), maps.size() * sizeof(TensorMap));
 }
 
 void launch_decode_step(const StepParams& params, int dtype, std::uintptr_t workspace, int device, std::uintptr_t stream) {
@@ -37,8 +51,8 @@ void launch_decode_step(const StepParams& params, int dtype, std::uintptr_t work
   require(dtype == 1 || dtype == 2, what, "dtype must be 1 (float16) or 2 (bfloat16)");
   require(params.rows >= 0 && params.rows <= kStepRows, what, "rows must lie between 0 and 8");
   if (params.rows == 0) return;
-  require(params.n_layers >= 1 && params.layers, what, "there must be layers");
-  require(params.n_kv_heads >= 1 && params.n_heads % params.n_kv_heads == 0 &&
+  require(params.n_layers >= 1 && params.layers && params.maps, what, "there must be layers and their descriptors");
+  require(params.n_kv_heads >= 1 && params.n_heads >= 1 && params.n_heads % params.n_kv_heads == 0 &&
               params.n_heads / params.n_kv_heads <= kStepHeads,
           what, "n_heads must be 1 to 8 times n_kv_heads");
   require(params.hidden >= kLinearStep && params.hidden % kLinearStep == 0 && params.intermediate >= kLinearStep &&
@@ -48,8 +62,8 @@ void launch_decode_step(const StepParams& params, int dtype, std::uintptr_t work
           "the vocabulary must be a multiple of 8");
   require(is_aligned(params.embedding, 16) && is_aligned(params.final_norm, 16) && is_aligned(params.head, 16) &&
               is_aligned(params.logits, 16) && is_aligned(params.last_hidden, 16) && is_aligned(params.layers, 16) &&
-              workspace % 128 == 0,
-          what, "every address must be a multiple of 16, the workspace's of 128");
+              is_aligned(params.maps, 64) && workspace % 128 == 0,
+          what, "every address must be a multiple of 16, the descriptors' of 64, the workspace's of 128");
   require(params.k_slot_stride % kOctet == 0 && params.k_head_stride % kOctet == 0 &&
               params.v_slot_stride % kOctet == 0 && params.v_head_stride % kOctet == 0,
           what, "slots and heads of the pool must start at multiples of 16 bytes");

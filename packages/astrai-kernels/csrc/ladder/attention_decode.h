@@ -52,6 +52,14 @@ struct Scratch {
   }
 };
 
+/// As the launches of `batch` requests find it themselves.
+astrai::DecodeLayout layout_of(const Case& c, int batch) {
+  astrai::DecodeLayout layout = {};
+  ladder::check(
+      astrai::decode_layout(c.head_dim, c.n_heads, c.n_kv_heads, c.q_len, batch, c.fixed_len > 0, &layout), "layout");
+  return layout;
+}
+
 cudaError_t run_plan(const Case& c, const Scratch& scratch, const int32_t* lens, int batch, cudaStream_t stream) {
   astrai::AttentionPlanParams p = {};
   p.seq_lens = lens;
@@ -60,7 +68,7 @@ cudaError_t run_plan(const Case& c, const Scratch& scratch, const int32_t* lens,
   p.batch = batch;
   p.max_chunks = scratch.max_chunks;
   p.units = astrai::decode_units(c.head_dim, c.n_heads, c.n_kv_heads, c.q_len);
-  ladder::check(astrai::decode_workers(c.head_dim, c.n_heads / c.n_kv_heads * c.q_len, &p.workers), "workers");
+  p.workers = layout_of(c, batch).workers;
   p.q_len = c.q_len;
   p.window = c.window;
   p.fixed_len = c.fixed_len;
@@ -69,8 +77,7 @@ cudaError_t run_plan(const Case& c, const Scratch& scratch, const int32_t* lens,
 
 int default_chunks(const Case& c, int batch) {
   const int units = astrai::decode_units(c.head_dim, c.n_heads, c.n_kv_heads, c.q_len);
-  int workers = 0;
-  ladder::check(astrai::decode_workers(c.head_dim, c.n_heads / c.n_kv_heads * c.q_len, &workers), "workers");
+  const int workers = layout_of(c, batch).workers;
   int chunks = 2 * batch + 4 * ((workers + units - 1) / units);
   if (c.fixed_len) {
     chunks = 0;
@@ -86,6 +93,7 @@ void verify(ladder::Report& report, const Case& c) {
   ladder::check(run_plan(c, scratch, operands.d_lens.get(), operands.batch, nullptr), "plan");
   astrai::AttentionParams p = operands.params();
   scratch.bind(p);
+  p.fixed_len = c.fixed_len;
   const int units = astrai::decode_units(c.head_dim, c.n_heads, c.n_kv_heads, c.q_len);
   const bool extras = c.softcap > 0.0f || c.sinks || c.mask || !c.page;  // as bindings/attention.cu has it
   // Twice: the second launch finds the counters as the first left them.
@@ -141,6 +149,7 @@ void measure(ladder::Report& report, Case c, int batch, int len) {
     p.req_to_token = d_table.get();
     p.table_stride = table.max_len;
     p.overlap = true;
+    p.batch = batch;
     ladder::check(launch<T>(p, static_cast<int64_t>(scratch.max_chunks) * units, false, stream), "decode");
   }
   ladder::check(cudaStreamEndCapture(stream, &graph), "capture");
@@ -202,6 +211,14 @@ std::vector<Case> cases() {
       {"8/2 d128 e4m3, mask and sinks, query rows 2", deep, 8, 2, 128, 2, 0, 0, true, true, 16, 0, true},
       {"24/4 d64 one long request", {5000}, 24, 4, 64},
       {"24/4 d64 three hundred requests", std::vector<int>(300, 90), 24, 4, 64},
+      // Between one and two units a multiprocessor of the H200, and beyond two: blocks of four warps, and of two.
+      {"24/4 d64 fifty requests", std::vector<int>(50, 190), 24, 4, 64},
+      {"10/2 d64 query rows 8, thirty requests", std::vector<int>(30, 190), 10, 2, 64, 8},
+      {"32/8 d128 thirty requests", std::vector<int>(30, 700), 32, 8, 128},
+      {"32/8 d128 ninety requests", std::vector<int>(90, 300), 32, 8, 128},
+      {"32/8 d128 ninety requests, fixed 128", std::vector<int>(90, 300), 32, 8, 128, 1, 0, 0, false, false, 16, 128},
+      {"32/8 d128 ninety requests, query rows 4", std::vector<int>(90, 300), 32, 8, 128, 4},
+      {"6/1 d256 two hundred and eighty requests", std::vector<int>(280, 70), 6, 1, 256},
   };
 }
 

@@ -104,21 +104,32 @@ Variant tiled() {
           }};
 }
 
-/// linear/stream.cuh. `slices` of K; 0: instance and slices as stream_launch.cuh chooses them.
-template <typename T, int kWidth, int kGroups, int kStages>
+/// linear/stream.cuh with so many slices of K.
+template <typename T, int kWidth, int kGroups, int kSets, int kStages>
 Variant streamed(int slices) {
   char name[64];
-  std::snprintf(name, sizeof name, slices ? "t%dx%d/%ds/c%d" : "t", kWidth, 64 * kGroups, kStages, slices);
-  return {name, kGroups == 1 || slices == 0 ? 17 : 65, slices == 0 ? 128 : 64 * kGroups, 0, false,
+  std::snprintf(name, sizeof name, "t%dx%d/%ds/c%d", kWidth, 64 * kGroups, kStages, slices);
+  return {name, kGroups == 1 ? 17 : 65, 64 * kGroups, 0, false,
           [slices](const LinearParams& params, const LinearDevice& device) {
-            return astrai::stream_suits<kWidth, kGroups, kStages>(params, device) &&
-                   (slices == 0 || astrai::stream_cost<kWidth, kGroups, kStages>(params, device, slices) < 1e30);
+            return astrai::stream_suits<kWidth, kGroups, kSets, kStages>(params, device, slices);
           },
           [slices](const LinearParams& params, const LinearDevice& device) {
-            return slices == 0 ? astrai::launch_linear_stream<T>(params, device, Storage<T>::kDType, stream_of_the_program())
-                               : astrai::launch_linear_stream<T, kWidth, kGroups, kStages>(
-                                     params, device, slices, Storage<T>::kDType, stream_of_the_program());
+            return astrai::launch_linear_stream<T, kWidth, kGroups, kSets, kStages>(
+                params, device, slices, Storage<T>::kDType, stream_of_the_program());
           }};
+}
+
+/// Every instance of linear/stream.cuh, with every number of slices.
+template <typename T>
+std::vector<Variant> all_streamed() {
+  std::vector<Variant> all;
+#define ASTRAI_CASE(T_, WIDTH, GROUPS, SETS, STAGES)                                          \
+  for (int slices = 1; slices <= (SETS == 1 ? astrai::kStreamMostSlices : 1); ++slices) {     \
+    all.push_back(streamed<T_, WIDTH, GROUPS, SETS, STAGES>(slices));                         \
+  }
+  ASTRAI_LINEAR_STREAM_CASES(ASTRAI_CASE, T)
+#undef ASTRAI_CASE
+  return all;
 }
 
 /// The released kernels, the wide ones with every size of cluster.
@@ -146,7 +157,7 @@ std::vector<Variant> released() {
 /// {blocks, cluster, slices, prefetched steps, release late}
 inline std::vector<Variant> to_tune() {
   using T = astrai::bfloat16;
-  return {
+  std::vector<Variant> all = {
       // 1 to 8 rows: depth of the queue, blocks, early release
       narrow<T, 1, 1, 8>({1, 0, 0, 4, false}),
       narrow<T, 1, 1, 4>({2, 0, 0, 4, false}),
@@ -170,15 +181,9 @@ inline std::vector<Variant> to_tune() {
       wide<T, 16, 4, 1, 1, 4, 64, true>({2, 8, 0, -1, false}),
       wide<T, 16, 8, 1, 1, 5, 64, true>({1, 8, 0, -1, false}),
       wide<T, 16, 8, 1, 1, 6, 32, true>({1, 8, 0, -1, false}),
-      // 17 to 128 by the copy engine
-      streamed<T, 64, 2, 4>(0),
-      streamed<T, 64, 1, 6>(4),
-      streamed<T, 64, 2, 4>(4),
-      streamed<T, 128, 1, 4>(1),
-      streamed<T, 128, 2, 3>(1),
-      streamed<T, 128, 2, 3>(8),
-      streamed<T, 256, 2, 4>(1),
   };
+  for (const Variant& variant : all_streamed<T>()) all.push_back(variant);
+  return all;
 }
 
 /// A variant can run these parameters on this device.

@@ -1,7 +1,5 @@
-// rms_norm, add_rms_norm and add_rms_norm_partials against a double-precision reference; bandwidth over buffers that L2
-// cannot hold.
+// rms_norm and add_rms_norm against a double-precision reference; bandwidth over buffers that L2 cannot hold.
 
-#include "astrai/fused/partial_norm.cuh"
 #include "astrai/fused/rms_norm.cuh"
 
 #include "ladder.h"
@@ -96,49 +94,6 @@ double verify(const Case& c, bool with_add, bool overlap) {
 }
 
 template <typename T>
-double verify_partials(const Case& c, int slices, bool overlap) {
-  const int64_t stride = c.hidden + c.gap;
-  const int64_t row_stride = c.hidden + 4, slice_stride = c.rows * row_stride + 8;
-  std::vector<float> parts(slices * slice_stride, NAN);
-  const std::vector<float> values = ladder::random_values<float>(parts.size(), 4);
-  std::vector<T> x = random_rows<T>(c, 1);
-  for (int64_t row = 0; row < c.rows; ++row) {
-    for (int i = 0; i < c.hidden; ++i) {
-      volatile float sum = 0.0f;  // each addition rounds
-      for (int s = 0; s < slices; ++s) {
-        const int64_t at = s * slice_stride + row * row_stride + i;
-        parts[at] = values[at];
-        sum = s == 0 ? values[at] : sum + values[at];
-      }
-      x[row * stride + i] = Storage<T>::pack(sum);
-    }
-  }
-  const std::vector<T> residual = random_rows<T>(c, 2), weight = ladder::random_values<T>(c.hidden, 3);
-  const ladder::Buffer<float> d_parts(parts);
-  const ladder::Buffer<T> d_residual(residual), d_weight(weight);
-  const ladder::Buffer<T> d_out(ladder::poison<T>(x.size())), d_residual_out(ladder::poison<T>(x.size()));
-  const astrai::PartialNormParams params = {d_parts.get(),
-                                            slice_stride,
-                                            row_stride,
-                                            d_residual.get(),
-                                            stride,
-                                            d_out.get(),
-                                            stride,
-                                            d_residual_out.get(),
-                                            stride,
-                                            d_weight.get(),
-                                            c.rows,
-                                            c.hidden,
-                                            slices,
-                                            kEps,
-                                            overlap};
-  ladder::check(astrai::add_rms_norm_partials(params, Storage<T>::kDType, nullptr), "add_rms_norm_partials");
-  ladder::check(cudaDeviceSynchronize(), "add_rms_norm_partials");
-  const std::vector<T> residual_out = d_residual_out.read();
-  return deviation(c, x, &residual, weight, d_out.read(), &residual_out);
-}
-
-template <typename T>
 void measure(ladder::Report& report, const Case& c, bool with_add) {
   const std::size_t count = static_cast<std::size_t>(c.rows) * c.hidden;
   const double bytes = static_cast<double>(count) * sizeof(T) * (with_add ? 4 : 2);
@@ -175,20 +130,6 @@ void verify_all(ladder::Report& report) {
   }
 }
 
-template <typename T>
-void verify_all_partials(ladder::Report& report) {
-  for (const Case& c : {Case{5, 8, 8}, Case{3, 64, 0}, Case{33, 256, 8}, Case{9, 264, 0}, Case{128, 1536, 0},
-                        Case{65, 2048, 24}, Case{5, 2056, 0}, Case{7, 4096, 8}, Case{3, 8192, 0}}) {
-    for (const int slices : {2, 4}) {
-      for (const bool overlap : {false, true}) {
-        char remark[64];
-        std::snprintf(remark, sizeof remark, " of %d slices%s", slices, overlap ? " overlap" : "");
-        report.row(name_of<T>(c, true, remark), verify_partials<T>(c, slices, overlap));
-      }
-    }
-  }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -196,8 +137,6 @@ int main(int argc, char** argv) {
   verify_all<float>(report);
   verify_all<astrai::float16>(report);
   verify_all<astrai::bfloat16>(report);
-  verify_all_partials<astrai::float16>(report);
-  verify_all_partials<astrai::bfloat16>(report);
   if (!ladder::is_quick(argc, argv)) {
     // Enough rows for the kernel that takes many.
     for (const Case& c : {Case{60001, 64, 0}, Case{30001, 128, 8}, Case{15001, 256, 0}, Case{7001, 512, 0},

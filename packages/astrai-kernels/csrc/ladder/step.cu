@@ -3,8 +3,8 @@
 //   ladder_step                                   verify small models, then time the three shapes
 //   ladder_step --quick                           verify only (for compute-sanitizer)
 //   ladder_step --speed [NAME [ROWS [CONTEXT]]]   time only, of one shape, row count and context if given
-//   ladder_step --tune NAME ROWS CONTEXT          length of the queues and merging, one against the other
-//   ladder_step --trace NAME ROWS CONTEXT         where the cycles of a layer go
+//   ladder_step --tune NAME ROWS CONTEXT          length of the queues, and merging
+//   ladder_step --trace NAME ROWS CONTEXT         where the cycles of a layer go, phase by phase
 
 #include "step_speed.h"
 #include "step_verify.h"
@@ -50,7 +50,8 @@ void speed(const Shape& shape, int only_rows, int only_context) {
     if (only_context != 0 && context != only_context) continue;
     step::BigModel model(shape, context, 16);
     for (const int rows : {1, 2, 4, 8}) {
-      if (only_rows == 0 || rows == only_rows) model.measure(rows, {});
+      if (only_rows != 0 && rows != only_rows) continue;
+      model.measure(rows, {});
     }
   }
 }
@@ -67,10 +68,11 @@ int main(int argc, char** argv) {
     }
     step::BigModel model(shape_of(argv[2]), number(4), 16);
     if (mode == "--trace") {
-      model.trace(number(3));
+      model.trace(number(3), {});
       return 0;
     }
-    for (const int depth : astrai::kQueueLengths) model.measure(number(3), {0, depth});
+    model.measure(number(3), {});
+    for (const int depth : {astrai::kMostStages, 10, 8, 6, 5, 3}) model.measure(number(3), {0, depth});
     for (const int late : {-1, 1 << 24}) model.measure(number(3), {late, 0});
     return 0;
   }

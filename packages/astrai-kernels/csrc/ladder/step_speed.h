@@ -5,6 +5,8 @@
 
 #include "step_model.h"
 
+#include "astrai/step/maps.h"
+
 namespace step {
 
 using astrai::bfloat16;
@@ -33,9 +35,13 @@ struct Filled {
   }
 };
 
-struct Options {
-  int late_bytes = 0;  // 0: the kernel's own choice
+struct Options {  // as in StepParams; 0: the kernel's own choice
+  int late_bytes = 0;
   int depth = 0;
+  void apply(astrai::StepParams& p) const {
+    p.late_bytes = late_bytes;
+    p.depth = depth;
+  }
 };
 
 /// A model of full size for up to kStepRows rows of `context` keys each.
@@ -99,6 +105,10 @@ class BigModel {
     p.logits = make(static_cast<std::size_t>(rows) * s_.vocab, 0.0, 0.0);
     p.logits_stride = s_.vocab;
     p.vocab = p.head_features = s_.vocab;
+    std::vector<astrai::TensorMap> maps(astrai::step_maps(s_.layers));
+    ladder::check(astrai::encode_step_maps(p, layers_.data(), astrai::DType::kBFloat16, maps.data()), "maps");
+    maps_ = std::make_unique<ladder::Buffer<astrai::TensorMap>>(maps);
+    p.maps = maps_->get();
     p.position_ids = positions_->get();
     p.out_cache_loc = locs_->get();
     p.seq_lens = lens_->get();
@@ -126,50 +136,86 @@ class BigModel {
   void measure(int rows, const Options& options) {
     astrai::StepParams p = params_;
     p.rows = rows;
-    p.late_bytes = options.late_bytes;
-    p.depth = options.depth;
+    options.apply(p);
     const double microseconds = ladder::median_microseconds(1, [&](int, cudaStream_t stream) {
       return astrai::decode_step(p, astrai::DType::kBFloat16, workspace_->get(), stream);
     });
     const double limit = bytes(rows) / kBytesPerMicrosecond;
-    std::printf("%-8s rows %d context %5d depth %2d late %6d  %8.1f us %8.0f tokens/s  %5.1f %% of the byte limit\n", s_.name, rows,
-                context_, options.depth, options.late_bytes, microseconds, rows * 1e6 / microseconds,
-                100.0 * limit / microseconds);
+    std::printf("%-8s rows %d context %5d queue %3d KB, late %8d  %8.1f us %8.0f tokens/s  %5.1f %% of the byte limit\n",
+                s_.name, rows, context_, queue_kilobytes(p), options.late_bytes, microseconds,
+                rows * 1e6 / microseconds, 100.0 * limit / microseconds);
   }
 
-  /// Where the cycles go, per barrier: work of the slowest block, of the mean one, and what a barrier takes the last to come.
-  void trace(int rows) {
+  /// Where the cycles go: of each phase the parts of its work, in the slowest block and in the mean one of those that have
+  /// any, and what a barrier takes the last to come. Medians over the layers, in cycles.
+  void trace(int rows, const Options& options) {
     astrai::StepParams p = params_;
     p.rows = rows;
-    const int barriers = 5 * s_.layers;
-    const ladder::Buffer<int64_t> buffer(std::vector<int64_t>(static_cast<std::size_t>(blocks_) * barriers * 2, 0));
+    options.apply(p);
+    const std::size_t records = static_cast<std::size_t>(blocks_) * 5 * s_.layers;
+    const ladder::Buffer<int64_t> buffer(std::vector<int64_t>(records * astrai::kStepMarks, 0));
     p.trace = buffer.get();
-    for (int i = 0; i < 3; ++i) {
-      ladder::check(astrai::decode_step(p, astrai::DType::kBFloat16, workspace_->get(), nullptr), "decode_step");
+    for (int i = 0; i < 3; ++i) {  // a mark that a block without work does not reach stays zero
+      ladder::check(cudaMemset(buffer.get(), 0, records * astrai::kStepMarks * sizeof(int64_t)), "cudaMemset");
+      ladder::check(astrai::decode_step<true>(p, astrai::DType::kBFloat16, workspace_->get(), nullptr), "decode_step");
+      ladder::check(cudaDeviceSynchronize(), "decode_step");
     }
-    ladder::check(cudaDeviceSynchronize(), "decode_step");
     const std::vector<int64_t> cycles = buffer.read();
+    std::printf("%s rows %d context %d, queue %d KB\n", s_.name, rows, context_, queue_kilobytes(p));
     const char* names[] = {"qkv", "attention", "o", "gate_up", "down"};
+    std::printf("  %-9s %6s %7s | slowest block: input norm stage product store hand-over | mean block: the same | barrier\n", "",
+                "blocks", "work");
     for (int phase = 0; phase < 5; ++phase) {
-      double slowest = 0.0, mean = 0.0, barrier = 0.0;
+      std::vector<double> found[2 * astrai::kStepMarks + 1];
       for (int layer = 1; layer < s_.layers; ++layer) {
-        int64_t most = 0, least_wait = INT64_MAX;
+        double slowest[astrai::kStepMarks] = {}, mean[astrai::kStepMarks] = {}, barrier = 1e30;
+        int working = 0;
         for (int block = 0; block < blocks_; ++block) {
-          const int64_t* at = cycles.data() + (static_cast<std::size_t>(block) * barriers + layer * 5 + phase) * 2;
-          most = std::max(most, at[0] - at[-1]);
-          least_wait = std::min(least_wait, at[1] - at[0]);
-          mean += static_cast<double>(at[0] - at[-1]) / blocks_;
+          const std::size_t record = (static_cast<std::size_t>(block) * s_.layers + layer) * 5 + phase;
+          const int64_t* at = cycles.data() + record * astrai::kStepMarks;
+          barrier = std::min(barrier, static_cast<double>(at[astrai::kOpen] - at[astrai::kHandedOver]));
+          if (at[astrai::kStored] == 0) continue;
+          ++working;
+          double part[astrai::kStepMarks] = {};  // [0]: all of them
+          int64_t last = at[astrai::kStarted];
+          for (int mark = astrai::kInput; mark <= astrai::kHandedOver; ++mark) {
+            const int64_t reached = std::max(last, at[mark]);
+            part[mark] = static_cast<double>(reached - last);
+            part[0] += part[mark];
+            last = reached;
+          }
+          for (int mark = 0; mark <= astrai::kHandedOver; ++mark) mean[mark] += part[mark];
+          if (part[0] > slowest[0]) std::copy(part, part + astrai::kStepMarks, slowest);
         }
-        slowest += static_cast<double>(most);
-        barrier += static_cast<double>(least_wait);
+        for (int mark = 0; mark <= astrai::kHandedOver; ++mark) {
+          found[mark].push_back(slowest[mark]);
+          found[astrai::kStepMarks + mark].push_back(working > 0 ? mean[mark] / working : 0.0);
+        }
+        found[astrai::kOpen].push_back(working);
+        found[2 * astrai::kStepMarks].push_back(barrier);
       }
-      const double layers = s_.layers - 1;
-      std::printf("  %-9s cycles of work: slowest block %7.0f, mean %7.0f; barrier %6.0f\n", names[phase], slowest / layers,
-                  mean / layers, barrier / layers);
+      const auto median = [](std::vector<double>& values) {
+        std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+        return values[values.size() / 2];
+      };
+      std::printf("  %-9s %6.0f %7.0f |", names[phase], median(found[astrai::kOpen]), median(found[0]));
+      for (int mark = 1; mark <= astrai::kHandedOver; ++mark) std::printf(" %5.0f", median(found[mark]));
+      std::printf(" | %6.0f:", median(found[astrai::kStepMarks]));
+      for (int mark = 1; mark <= astrai::kHandedOver; ++mark) std::printf(" %5.0f", median(found[astrai::kStepMarks + mark]));
+      std::printf(" | %5.0f\n", median(found[2 * astrai::kStepMarks]));
     }
   }
 
  private:
+  /// What the launch will choose, of a multiprocessor.
+  int queue_kilobytes(astrai::StepParams p) const {
+    astrai::LinearDevice device = {};
+    ladder::check(astrai::linear_device(&device), "linear_device");
+    astrai::derive(p);
+    const std::size_t fixed = s_.dim == 64 ? sizeof(astrai::StepShared<64>) : sizeof(astrai::StepShared<128>);
+    astrai::fit_step(p, device, static_cast<int>(fixed));
+    return p.depth * astrai::kStepWarps * astrai::kStageBytes / 1024;
+  }
   bfloat16* make(std::size_t count, double spread, double mean) {
     memory_.push_back(std::make_unique<Filled>(count, spread, mean, static_cast<uint32_t>(memory_.size()) * 7919u));
     return memory_.back()->buffer.get();
@@ -181,6 +227,7 @@ class BigModel {
   std::vector<std::unique_ptr<Filled>> memory_;
   std::vector<astrai::StepLayer> layers_;
   std::unique_ptr<ladder::Buffer<astrai::StepLayer>> layer_table_;
+  std::unique_ptr<ladder::Buffer<astrai::TensorMap>> maps_;
   std::unique_ptr<ladder::Buffer<unsigned char>> workspace_;
   std::unique_ptr<ladder::Buffer<int32_t>> table_, lens_;
   std::unique_ptr<ladder::Buffer<int64_t>> locs_, ids_, positions_;

@@ -5,6 +5,8 @@
 
 #include "step_model.h"
 
+#include "astrai/step/maps.h"
+
 #include "astrai/fused/rms_norm.cuh"
 #include "astrai/linear/linear.cuh"
 
@@ -29,6 +31,7 @@ struct DeviceModel {
   ladder::Buffer<int64_t> ids, positions, locs, requests;
   ladder::Buffer<int32_t> lens, table;
   std::unique_ptr<ladder::Buffer<astrai::StepLayer>> layer_table;
+  std::unique_ptr<ladder::Buffer<astrai::TensorMap>> maps;
   std::unique_ptr<ladder::Buffer<unsigned char>> workspace;
   astrai::StepParams params = {};
 
@@ -90,6 +93,10 @@ struct DeviceModel {
     p.pool_size = m.pool;
     p.k_slot_stride = p.v_slot_stride = s.kv_heads * s.dim;
     p.k_head_stride = p.v_head_stride = s.dim;
+    std::vector<astrai::TensorMap> encoded(astrai::step_maps(s.layers));
+    ladder::check(astrai::encode_step_maps(p, rows.data(), Storage<T>::kDType, encoded.data()), "maps");
+    maps = std::make_unique<ladder::Buffer<astrai::TensorMap>>(encoded);
+    p.maps = maps->get();
     int blocks = 0;
     ladder::check(astrai::multiprocessor_count(&blocks), "multiprocessors");
     const int64_t bytes = astrai::place_workspace(p, blocks, nullptr);
@@ -181,13 +188,13 @@ double against_ops(DeviceModel<T>& d) {
   const std::vector<T> act = scratch(p.workspace.activated, rows * s.ffn);
   const auto gated = linear(middle->get(), w.gate_up.get(), nullptr, nullptr, w.post_norm.get(), true, s.ffn, s.hidden, act);
   const auto last = linear(gated->get(), w.down.get(), nullptr, middle->get(), nullptr, false, s.hidden, s.ffn,
-                           scratch(p.workspace.stream, rows * s.hidden));
+                           scratch(p.workspace.after_down, rows * s.hidden));
   linear(last->get(), d.head.get(), nullptr, nullptr, d.final_norm.get(), false, s.vocab, s.hidden, d.logits.read());
   return worst;
 }
 
 /// How a step is run. late_bytes: -1 merges chunks by tickets, a large one in the blocks that need them; depth 0: the
-/// longest queue.
+/// kernel's own choice.
 struct Way {
   int late_bytes, depth;
 };

@@ -4,7 +4,6 @@ Importing this package imports neither torch nor the extension; both are loaded 
 
 ========================================  ==========================================================
 :func:`rms_norm`, :func:`add_rms_norm`    RMSNorm, alone and behind a residual add
-:func:`add_rms_norm_partials`             the latter behind a product in slices of K, which it sums
 :func:`apply_rotary`,                     rotary position embedding of q and k, out of place and in
 :func:`apply_rotary_`                     place
 :func:`linear`                            x @ weight^T with an epilogue, in a fixed order on request
@@ -14,6 +13,7 @@ Importing this package imports neither torch nor the extension; both are loaded 
 :func:`prefill_attention`                 causal attention of ragged queries over such a cache
 :func:`scalar_attention`                  its slow and readable twin
 :func:`qkv_norm_rope_write`               qk-norm, rotary and KV write of a fused projection
+:func:`qkv_decode_attention`              the same and decode attention of one query a request, in one launch
 :func:`gated_activation`                  SwiGLU and GeGLU
 :func:`embedding`                         rows of a table by their ids
 :func:`argmax`, :func:`sample`            one token per row of logits, without a sort
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from .elementwise import embedding, gated_activation
     from .fused import add_rms_norm, rms_norm
     from .lora import lora_expand, lora_shrink
-    from .partial_norm import add_rms_norm_partials
     from .prefill import prefill_attention, scalar_attention
     from .projection import linear
     from .qkv import qkv_norm_rope_write
+    from .qkv_attention import qkv_decode_attention
     from .rotary import apply_rotary, apply_rotary_
     from .sampling import argmax, sample
     from .step import DecodeStep, StepLayer, decode_step
@@ -55,7 +55,6 @@ __all__ = [
     "StepLayer",
     "__version__",
     "add_rms_norm",
-    "add_rms_norm_partials",
     "apply_rotary",
     "apply_rotary_",
     "argmax",
@@ -68,6 +67,7 @@ __all__ = [
     "lora_expand",
     "lora_shrink",
     "prefill_attention",
+    "qkv_decode_attention",
     "qkv_norm_rope_write",
     "rms_norm",
     "sample",
@@ -82,6 +82,7 @@ _HOMES = {
     "embedding": "elementwise",
     "gated_activation": "elementwise",
     "qkv_norm_rope_write": "qkv",
+    "qkv_decode_attention": "qkv_attention",
     "DecodePlan": "attention",
     "decode_attention": "attention",
     "DecodeStep": "step",
@@ -90,7 +91,6 @@ _HOMES = {
     "BuildInfo": "_loader",
     "build_info": "_loader",
     "add_rms_norm": "fused",
-    "add_rms_norm_partials": "partial_norm",
     "rms_norm": "fused",
     "linear": "projection",
     "lora_expand": "lora",

@@ -13,7 +13,6 @@ _MODULE = "astrai_kernels.lib._C"
 # What the Python files beside this one call. A module compiled before one of these was added would fail at its first use.
 _FUNCTIONS = (
     "add_rms_norm",
-    "add_rms_norm_partials",
     "attention_capacity",
     "attention_decode",
     "attention_plan",
@@ -26,11 +25,13 @@ _FUNCTIONS = (
     "linear",
     "lora_expand",
     "lora_shrink",
+    "qkv_attention_decode",
     "qkv_norm_rope_write",
     "rms_norm",
     "rotary",
     "sample",
     "step_capacity",
+    "step_maps",
 )
 
 

@@ -73,9 +73,8 @@ class DecodePlan:
     ) -> None:
         _check_shape(max_batch, n_heads, n_kv_heads, head_dim, q_len, window)
         self.max_batch = max_batch
-        self.shape = (n_heads, n_kv_heads, head_dim, q_len, window or 0)
-        self.fixed_len = fixed_len or 0
-        workers, units = extension().attention_capacity(head_dim, n_heads, n_kv_heads, q_len, _index(device))
+        self.shape = (n_heads, n_kv_heads, head_dim, q_len, window or 0, fixed_len or 0)
+        workers, units = extension().attention_capacity(head_dim, n_heads, n_kv_heads, q_len, max_batch, _index(device))
         if fixed_len is None:
             # Beyond a few rounds of thread blocks, finer chunks gain nothing.
             self.max_chunks = 2 * max_batch + 4 * -(-workers // units)
@@ -118,7 +117,7 @@ class DecodePlan:
             check_dtype(op, "req_indices", req_indices, torch.int64)
             check_vector(op, "req_indices", req_indices)
             check_shape(op, "req_indices", req_indices, (batch,), "one per request")
-        _plan_op(seq_lens, req_indices, self.chunks, self.max_chunks, list(self.shape), self.fixed_len)
+        _plan_op(seq_lens, req_indices, self.chunks, self.max_chunks, list(self.shape))
 
 
 def decode_attention(
@@ -221,7 +220,7 @@ def _check_decode(
     v_scale: Tensor | None,
 ) -> None:  # fmt: skip
     op = "decode_attention"
-    n_heads, n_kv_heads, head_dim, q_len, _ = shape
+    n_heads, n_kv_heads, head_dim, q_len = shape[:4]
     check_device(op, "q", q)
     if q.dim() != 3:
         raise ValueError(f"{op}: q has shape {tuple(q.shape)}, expected [batch * q_len, n_heads, head_dim]")
@@ -264,6 +263,8 @@ def _decode(
         scale,
         softcap,
         overlap,
+        q.shape[0] // shape[3],
+        shape[5],
         (chunks.data_ptr(), partial_out.data_ptr(), partial_ml.data_ptr(), counters.data_ptr(), max_chunks),
     )
 
@@ -277,9 +278,7 @@ def _decode_fake(
     _check_decode(q, k, v, req_to_token, out, lse, mask, sinks, counters, shape, softcap, k_scale, v_scale)
 
 
-def _plan(
-    seq_lens: Tensor, req_indices: Tensor | None, chunks: Tensor, max_chunks: int, shape: list[int], fixed_len: int
-) -> None:
+def _plan(seq_lens: Tensor, req_indices: Tensor | None, chunks: Tensor, max_chunks: int, shape: list[int]) -> None:
     extension().attention_plan(
         seq_lens.device.index,
         torch.cuda.current_stream(seq_lens.device).cuda_stream,
@@ -289,13 +288,11 @@ def _plan(
         seq_lens.shape[0],
         max_chunks,
         (shape[0], shape[1], shape[2], shape[3], shape[4]),
-        fixed_len,
+        shape[5],
     )
 
 
-def _plan_fake(
-    seq_lens: Tensor, req_indices: Tensor | None, chunks: Tensor, max_chunks: int, shape: list[int], fixed_len: int
-) -> None:
+def _plan_fake(seq_lens: Tensor, req_indices: Tensor | None, chunks: Tensor, max_chunks: int, shape: list[int]) -> None:
     """Write nothing that has a shape."""
 
 
@@ -308,8 +305,7 @@ _decode_op = register(
     _decode_fake,
 )
 _plan_op = register(
-    "attention_plan_out(Tensor seq_lens, Tensor? req_indices, Tensor(a!) chunks, int max_chunks, int[] shape, "
-    "int fixed_len) -> ()",
+    "attention_plan_out(Tensor seq_lens, Tensor? req_indices, Tensor(a!) chunks, int max_chunks, int[] shape) -> ()",
     _plan,
     _plan_fake,
 )

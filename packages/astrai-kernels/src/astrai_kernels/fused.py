@@ -1,4 +1,4 @@
-"""RMSNorm, alone and behind a residual add. Behind a product in slices: partial_norm.py."""
+"""RMSNorm, alone and behind a residual add."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ MAX_HEAD_DIM = 256
 _OP = "qkv_norm_rope_write"
 
 
-class _Inputs(NamedTuple):
-    """The op's arguments, in the order of its schema."""
+class QkvInputs(NamedTuple):
+    """Arguments of :func:`qkv_norm_rope_write`, in the order of its schema."""
 
     qkv: Tensor
     position_ids: Tensor | None
@@ -45,111 +45,110 @@ class _Inputs(NamedTuple):
         return (self.qkv.shape[0], self.n_heads, self.head_dim)
 
 
-def _check(i: _Inputs) -> None:
-    checks.check_device(_OP, "qkv", i.qkv)
-    checks.check_float(_OP, "qkv", i.qkv)
+def check_inputs(op: str, i: QkvInputs) -> None:
+    """Check the arguments of the op named `op`."""
+    checks.check_device(op, "qkv", i.qkv)
+    checks.check_float(op, "qkv", i.qkv)
     for name, count in (("n_heads", i.n_heads), ("n_kv_heads", i.n_kv_heads)):
         if count < 1:
-            raise ValueError(f"{_OP}: {name} is {count}, expected at least 1")
+            raise ValueError(f"{op}: {name} is {count}, expected at least 1")
     heads = i.n_heads + 2 * i.n_kv_heads
     if i.qkv.dim() != 2 or i.qkv.shape[1] < heads or i.qkv.shape[1] % heads:
         raise ValueError(
-            f"{_OP}: qkv has shape {tuple(i.qkv.shape)}, expected [tokens, {heads} * head_dim] for n_heads "
+            f"{op}: qkv has shape {tuple(i.qkv.shape)}, expected [tokens, {heads} * head_dim] for n_heads "
             f"{i.n_heads} and n_kv_heads {i.n_kv_heads}"
         )
     if i.head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"{_OP}: head_dim is {i.head_dim} by qkv's shape, expected at most {MAX_HEAD_DIM}")
-    checks.check_last_dim(_OP, "qkv", i.qkv)
+        raise ValueError(f"{op}: head_dim is {i.head_dim} by qkv's shape, expected at most {MAX_HEAD_DIM}")
+    checks.check_last_dim(op, "qkv", i.qkv)
     for name, weight in (("q_norm", i.q_norm), ("k_norm", i.k_norm)):
         if weight is not None:
-            checks.check_device(_OP, name, weight, i.qkv.device)
-            checks.check_dtype(_OP, name, weight, i.qkv.dtype)
-            checks.check_shape(_OP, name, weight, (i.head_dim,), "head_dim by qkv's shape")
-            checks.check_last_dim(_OP, name, weight)
+            checks.check_device(op, name, weight, i.qkv.device)
+            checks.check_dtype(op, name, weight, i.qkv.dtype)
+            checks.check_shape(op, name, weight, (i.head_dim,), "head_dim by qkv's shape")
+            checks.check_last_dim(op, name, weight)
     if not (math.isfinite(i.eps) and i.eps >= 0):
-        raise ValueError(f"{_OP}: eps is {i.eps}, expected a finite number of at least 0")
-    _check_index("out_cache_loc", i.out_cache_loc, i)
-    _check_rotary(i)
-    _check_pools(i)
+        raise ValueError(f"{op}: eps is {i.eps}, expected a finite number of at least 0")
+    _check_index(op, "out_cache_loc", i.out_cache_loc, i)
+    _check_rotary(op, i)
+    _check_pools(op, i)
 
 
-def _check_index(name: str, index: Tensor, i: _Inputs) -> None:
-    checks.check_device(_OP, name, index, i.qkv.device)
-    checks.check_dtype(_OP, name, index, torch.int32, torch.int64)
-    checks.check_shape(_OP, name, index, (i.qkv.shape[0],), "tokens of qkv")
+def _check_index(op: str, name: str, index: Tensor, i: QkvInputs) -> None:
+    checks.check_device(op, name, index, i.qkv.device)
+    checks.check_dtype(op, name, index, torch.int32, torch.int64)
+    checks.check_shape(op, name, index, (i.qkv.shape[0],), "tokens of qkv")
 
 
-def _check_rotary(i: _Inputs) -> None:
+def _check_rotary(op: str, i: QkvInputs) -> None:
     given = {"position_ids": i.position_ids, "cos": i.cos, "sin": i.sin}
     missing = [name for name, tensor in given.items() if tensor is None]
     if missing and len(missing) < len(given):
-        raise ValueError(f"{_OP}: {missing[0]} is None, expected position_ids, cos and sin together or none of them")
+        raise ValueError(f"{op}: {missing[0]} is None, expected position_ids, cos and sin together or none of them")
     if i.cos is None or i.sin is None or i.position_ids is None:
         return
     for name, tensor in (("cos", i.cos), ("sin", i.sin)):
-        checks.check_device(_OP, name, tensor, i.qkv.device)
-        checks.check_dtype(_OP, name, tensor, torch.float32)
+        checks.check_device(op, name, tensor, i.qkv.device)
+        checks.check_dtype(op, name, tensor, torch.float32)
         if tensor.dim() != 2 or tensor.shape[0] < 1 or not 2 <= 2 * tensor.shape[1] <= i.head_dim:
             raise ValueError(
-                f"{_OP}: {name} has shape {tuple(tensor.shape)}, expected [max_pos, rotary_dim / 2] with max_pos of at "
+                f"{op}: {name} has shape {tuple(tensor.shape)}, expected [max_pos, rotary_dim / 2] with max_pos of at "
                 f"least 1 and rotary_dim between 2 and head_dim ({i.head_dim})"
             )
-        checks.check_last_dim(_OP, name, tensor)
-    checks.check_shape(_OP, "sin", i.sin, tuple(i.cos.shape), "that of cos")
-    _check_index("position_ids", i.position_ids, i)
+        checks.check_last_dim(op, name, tensor)
+    checks.check_shape(op, "sin", i.sin, tuple(i.cos.shape), "that of cos")
+    _check_index(op, "position_ids", i.position_ids, i)
 
 
-def _check_pools(i: _Inputs) -> None:
+def _check_pools(op: str, i: QkvInputs) -> None:
     size = i.k_buffer.shape[0] if i.k_buffer.dim() == 3 else -1
     narrow = i.k_scale is not None or i.v_scale is not None
     if narrow and (i.k_scale is None or i.v_scale is None):
-        raise ValueError(
-            f"{_OP}: {'k_scale' if i.k_scale is None else 'v_scale'} is None, expected both scales or none"
-        )
+        raise ValueError(f"{op}: {'k_scale' if i.k_scale is None else 'v_scale'} is None, expected both scales or none")
     for name, buffer in (("k_buffer", i.k_buffer), ("v_buffer", i.v_buffer)):
-        checks.check_device(_OP, name, buffer, i.qkv.device)
+        checks.check_device(op, name, buffer, i.qkv.device)
         if buffer.dtype == torch.float8_e4m3fn and not narrow:
-            raise ValueError(f"{_OP}: {name} has dtype {buffer.dtype} but k_scale and v_scale are None")
-        checks.check_dtype(_OP, name, buffer, torch.float8_e4m3fn if narrow else i.qkv.dtype)
+            raise ValueError(f"{op}: {name} has dtype {buffer.dtype} but k_scale and v_scale are None")
+        checks.check_dtype(op, name, buffer, torch.float8_e4m3fn if narrow else i.qkv.dtype)
         expected = (size, i.n_kv_heads, i.head_dim)
         if tuple(buffer.shape) != expected:
             wanted = f"[pool size, {i.n_kv_heads}, {i.head_dim}], the same size for both"
-            raise ValueError(f"{_OP}: {name} has shape {tuple(buffer.shape)}, expected {wanted}")
-        checks.check_last_dim(_OP, name, buffer)
+            raise ValueError(f"{op}: {name} has shape {tuple(buffer.shape)}, expected {wanted}")
+        checks.check_last_dim(op, name, buffer)
     for name, scale in (("k_scale", i.k_scale), ("v_scale", i.v_scale)):
         if scale is not None:
-            checks.check_device(_OP, name, scale, i.qkv.device)
-            checks.check_dtype(_OP, name, scale, torch.float32)
-            checks.check_shape(_OP, name, scale, (size, i.n_kv_heads), "size and heads of the pool")
-            checks.check_last_dim(_OP, name, scale)
+            checks.check_device(op, name, scale, i.qkv.device)
+            checks.check_dtype(op, name, scale, torch.float32)
+            checks.check_shape(op, name, scale, (size, i.n_kv_heads), "size and heads of the pool")
+            checks.check_last_dim(op, name, scale)
 
 
-def _row(tensor: Tensor | None) -> tuple[int, int]:
+def row(tensor: Tensor | None) -> tuple[int, int]:
     """Address and stride of the first dimension; zeros if absent."""
     return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0))
 
 
-def _launch(i: _Inputs, out: Tensor) -> None:
+def _launch(i: QkvInputs, out: Tensor) -> None:
     if i.qkv.shape[0] == 0:
         return
     extension().qkv_norm_rope_write(
         checks.DTYPE_NUMBERS[i.qkv.dtype],
         i.qkv.device.index,
         torch.cuda.current_stream(i.qkv.device).cuda_stream,
-        _row(i.qkv),
+        row(i.qkv),
         (out.data_ptr(), out.stride(0), out.stride(1)),
         (i.k_buffer.data_ptr(), i.k_buffer.stride(0), i.k_buffer.stride(1)),
         (i.v_buffer.data_ptr(), i.v_buffer.stride(0), i.v_buffer.stride(1)),
-        _row(i.k_scale),
-        _row(i.v_scale),
+        row(i.k_scale),
+        row(i.v_scale),
         0 if i.q_norm is None else i.q_norm.data_ptr(),
         0 if i.k_norm is None else i.k_norm.data_ptr(),
-        _row(i.cos),
-        _row(i.sin),
+        row(i.cos),
+        row(i.sin),
         0 if i.cos is None else i.cos.shape[0],
-        _row(i.position_ids),
+        row(i.position_ids),
         i.position_ids is not None and i.position_ids.dtype == torch.int64,
-        _row(i.out_cache_loc),
+        row(i.out_cache_loc),
         i.out_cache_loc.dtype == torch.int64,
         i.k_buffer.shape[0],
         i.qkv.shape[0],
@@ -164,21 +163,21 @@ def _launch(i: _Inputs, out: Tensor) -> None:
 
 
 def _fake(*arguments: Any) -> Tensor:
-    inputs = _Inputs(*arguments)
-    _check(inputs)
+    inputs = QkvInputs(*arguments)
+    check_inputs(_OP, inputs)
     return torch.empty(inputs.q_shape, dtype=inputs.qkv.dtype, device=inputs.qkv.device)
 
 
 def _kernel(*arguments: Any) -> Tensor:
     out = _fake(*arguments)
-    _launch(_Inputs(*arguments), out)
+    _launch(QkvInputs(*arguments), out)
     return out
 
 
 def _out_fake(*arguments: Any) -> None:
-    inputs = _Inputs(*arguments[:-1])
+    inputs = QkvInputs(*arguments[:-1])
     out: Tensor = arguments[-1]
-    _check(inputs)
+    check_inputs(_OP, inputs)
     checks.check_shape(_OP, "out", out, inputs.q_shape, "tokens of qkv, n_heads, head_dim")
     q = inputs.qkv[:, : inputs.n_heads * inputs.head_dim].unflatten(1, (inputs.n_heads, inputs.head_dim))
     checks.check_output(_OP, "out", out, "q", q)
@@ -186,7 +185,7 @@ def _out_fake(*arguments: Any) -> None:
 
 def _out_kernel(*arguments: Any) -> None:
     _out_fake(*arguments)
-    inputs = _Inputs(*arguments[:-1])
+    inputs = QkvInputs(*arguments[:-1])
     out: Tensor = arguments[-1]
     q = inputs.qkv[:, : inputs.n_heads * inputs.head_dim].unflatten(1, (inputs.n_heads, inputs.head_dim))
     checks.check_in_place(_OP, "out", out, "qkv", q)
@@ -272,7 +271,7 @@ def qkv_norm_rope_write(
         If the compiled module is missing.
     """
     refuse_grad(_OP, qkv=qkv, q_norm=q_norm, k_norm=k_norm, k_buffer=k_buffer, v_buffer=v_buffer, out=out)
-    arguments = _Inputs(
+    arguments = QkvInputs(
         *(qkv, position_ids, cos, sin, k_buffer, v_buffer, out_cache_loc, n_heads, n_kv_heads, q_norm, k_norm),
         *(eps, interleaved, k_scale, v_scale, overlap),
     )

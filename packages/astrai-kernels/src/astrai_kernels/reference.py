@@ -63,31 +63,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6)
     return rms_norm(new_residual, weight, eps), new_residual
 
 
-def add_rms_norm_partials(parts: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Twin of :func:`astrai_kernels.add_rms_norm_partials`.
-
-    Parameters
-    ----------
-    parts : Tensor
-        ``[slices, rows, hidden]`` float32, whose sum over the slices, in rising order, is the operand to add.
-    residual : Tensor
-        ``[rows, hidden]``.
-    weight : Tensor
-        ``[hidden]``, of residual's type.
-    eps : float
-        Added to the mean square.
-
-    Returns
-    -------
-    normed, new_residual : Tensor
-        Of residual's shape and type.
-    """
-    x = parts[0]
-    for part in parts[1:]:
-        x = x + part
-    return add_rms_norm(x.to(residual.dtype), residual, weight, eps)
-
-
 def linear(
     x: Tensor,
     weight: Tensor,

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .reference import qkv_norm_rope_write
+
 
 def decode_attention(
     q: Tensor,
@@ -83,6 +85,57 @@ def decode_attention(
         out[rows] = (weights @ values).flatten(0, 1).transpose(0, 1)
         lse[rows] = total.flatten(0, 1).transpose(0, 1)
     return out, lse
+
+
+def qkv_decode_attention(
+    qkv: Tensor,
+    position_ids: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    out_cache_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    n_heads: int,
+    req_to_token: Tensor,
+    req_indices: Tensor | None = None,
+    window: int | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Twin of :func:`astrai_kernels.qkv_decode_attention`; writes the pools in place, slots inside them only.
+
+    Parameters
+    ----------
+    qkv, position_ids, cos, sin, k_buffer, v_buffer, out_cache_loc, req_to_token, q_norm, k_norm, eps, interleaved, scale
+        As the kernel takes them; any floating type.
+    seq_lens : Tensor
+        ``[batch]`` integers.
+    n_heads : int
+        Of the queries.
+    req_indices : Tensor, optional
+        ``[batch]`` rows of ``req_to_token``.
+    window : int, optional
+        As :class:`astrai_kernels.DecodePlan` takes it.
+
+    Returns
+    -------
+    Tensor
+        ``[batch, n_heads, head_dim]``
+    """
+    q = qkv_norm_rope_write(
+        *(qkv, position_ids, cos, sin, k_buffer, v_buffer, out_cache_loc, n_heads, k_buffer.shape[1]),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+        interleaved=interleaved,
+    )
+    options: dict[str, Any] = {"req_to_token": req_to_token, "req_indices": req_indices, "window": window}
+    return decode_attention(q, k_buffer, v_buffer, seq_lens, scale=scale, **options)[0]
 
 
 def _rows_of(cache: Tensor, scales: Tensor | None, index: Any, dtype: torch.dtype) -> Tensor:

@@ -58,6 +58,7 @@ _ORDER = (
     *("k_buffer", "v_buffer"),
 )
 """Members of csrc/include/astrai/step/params.h's StepLayer."""
+_MAP_WORDS = 16
 
 
 def unavailable(
@@ -92,6 +93,8 @@ def unavailable(
             return f"{name} is {value}, expected a multiple of {unit}"
     shape = (MOST_ROWS, hidden, intermediate, n_heads, n_kv_heads, head_dim, vocab)
     _, stages = extension().step_capacity(_index(device), shape, n_layers)
+    if not stages and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+        return "it needs compute capability 9.0, whose copy engine brings the weights"
     if not stages:
         return (
             f"rows of {max(hidden, intermediate, n_heads * head_dim)} elements and {n_layers} layers leave no shared memory "
@@ -130,6 +133,8 @@ class DecodeStep:
     ----------
     table : Tensor
         ``[n_layers, 12]`` int64: addresses.
+    maps : Tensor
+        ``[4 * n_layers + 1, 16]`` int64: descriptors of the weights for the device's copy engine.
     workspace : Tensor
         uint8, zero before the first step.
 
@@ -181,7 +186,12 @@ class DecodeStep:
             [0 if (t := getattr(layer, name)) is None else t.data_ptr() for name in _ORDER] for layer in self.layers
         ]
         self.table = torch.tensor(pointers, dtype=torch.int64).to(embedding.device)
-        n_bytes, _ = extension().step_capacity(_index(embedding.device), (MOST_ROWS, *self.shape), len(self.layers))
+        index, shape = _index(embedding.device), (MOST_ROWS, *self.shape)
+        number = checks.DTYPE_NUMBERS[embedding.dtype]
+        maps = extension().step_maps(number, index, shape, pointers, head.data_ptr())
+        words = torch.frombuffer(bytearray(maps), dtype=torch.int64)
+        self.maps = words.view(-1, _MAP_WORDS).to(embedding.device)
+        n_bytes, _ = extension().step_capacity(index, shape, len(self.layers))
         self.workspace = torch.zeros(n_bytes, dtype=torch.uint8, device=embedding.device)
 
     def _check_model(self) -> None:
@@ -257,6 +267,7 @@ class _Inputs(NamedTuple):
     cos: Tensor
     sin: Tensor
     table: Tensor
+    maps: Tensor
     workspace: Tensor
     k_buffers: Sequence[Tensor]
     v_buffers: Sequence[Tensor]
@@ -268,8 +279,9 @@ class _Inputs(NamedTuple):
 
 _SCHEMA = (
     "(Tensor ids, Tensor position_ids, Tensor out_cache_loc, Tensor seq_lens, Tensor? req_indices, Tensor req_to_token, "
-    "Tensor embedding, Tensor final_norm, Tensor head, Tensor cos, Tensor sin, Tensor table, Tensor(a!) workspace, "
-    "Tensor(b!)[] k_buffers, Tensor(c!)[] v_buffers, int n_heads, int intermediate, float eps, float scale)"
+    "Tensor embedding, Tensor final_norm, Tensor head, Tensor cos, Tensor sin, Tensor table, Tensor maps, "
+    "Tensor(a!) workspace, Tensor(b!)[] k_buffers, Tensor(c!)[] v_buffers, int n_heads, int intermediate, float eps, "
+    "float scale)"
 )
 
 
@@ -316,6 +328,7 @@ def _kernel(*arguments: Any) -> tuple[Tensor, Tensor]:
         ),
         (i.req_to_token.data_ptr(), i.req_to_token.stride(0)),
         (i.table.data_ptr(), i.table.shape[0]),
+        i.maps.data_ptr(),
         (i.embedding.data_ptr(), i.final_norm.data_ptr(), i.head.data_ptr()),
         (i.cos.data_ptr(), i.cos.stride(0), i.sin.data_ptr(), i.sin.stride(0), i.cos.shape[0]),
         (k.shape[0], k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
@@ -378,7 +391,7 @@ def decode_step(
     _, intermediate, n_heads, *_ = step.shape
     result: tuple[Tensor, Tensor] = _op(
         *(ids, position_ids, out_cache_loc, seq_lens, req_indices, req_to_token),
-        *(step.embedding, step.final_norm, step.head, step.cos, step.sin, step.table, step.workspace),
+        *(step.embedding, step.final_norm, step.head, step.cos, step.sin, step.table, step.maps, step.workspace),
         [layer.k_buffer for layer in step.layers],
         [layer.v_buffer for layer in step.layers],
         *(n_heads, intermediate, step.eps, step.scale),

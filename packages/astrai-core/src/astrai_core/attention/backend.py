@@ -116,6 +116,20 @@ class AttentionBackend(ABC):
             overlap=ops.OVERLAP,
         )
 
+    def attend(
+        self,
+        qkv: Tensor,
+        spec: AttentionSpec,
+        cache: KVCache,
+        rope: Rope,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+    ) -> Tensor:
+        """Do :meth:`qkv_norm_rope_write` and attend; from the projection to ``[tokens, n_heads, head_dim]``."""
+        q = self.qkv_norm_rope_write(qkv, spec, cache, rope, q_norm, k_norm)
+        run = self.fwd_decode if cache.phase == "decode" else self.fwd_prefill
+        return run(q, spec, cache)
+
     @abstractmethod
     def fwd_prefill(self, q: Tensor, spec: AttentionSpec, cache: KVCache) -> Tensor:
         """Causal attention of ragged queries; keys and values are read from the pool only.

@@ -99,7 +99,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def can_add(self, x: Tensor) -> bool:
-        """Whether :meth:`add_to` is four launches for as many rows as `x` has."""
+        """Whether :meth:`add_to` is four launches, or three, for as many rows as `x` has."""
         return self.qkv_proj.can_fuse(x) and self.o_proj.can_fuse(x)
 
     def add_to(self, stream: Tensor, norm: RMSNorm, context: PagedContext) -> Tensor:
@@ -109,10 +109,8 @@ class Attention(nn.Module):
 
     def _attend_paged(self, qkv: Tensor, context: PagedContext) -> Tensor:
         """Return ``[tokens, n_heads * head_dim]``; keys and values go into the pool."""
-        backend, cache = context.backend, context.cache
-        q = backend.qkv_norm_rope_write(qkv, self.spec, cache, context.rope, *self._head_norms())
-        run = backend.fwd_decode if cache.phase == "decode" else backend.fwd_prefill
-        return run(q, self.spec, cache).flatten(1)
+        attended = context.backend.attend(qkv, self.spec, context.cache, context.rope, *self._head_norms())
+        return attended.flatten(1)
 
     def _head_norms(self) -> tuple[Tensor | None, Tensor | None]:
         return (

@@ -9,7 +9,6 @@ from astrai_core.model.attention import Attention, DenseContext, PagedContext
 from astrai_core.model.layers import RMSNorm
 from astrai_core.model.mlp import SwiGLU
 from astrai_core.model.moe import SparseMoE
-from astrai_core.partial_sums import PartialSums
 
 
 class DecoderBlock(nn.Module):
@@ -26,8 +25,8 @@ class DecoderBlock(nn.Module):
         )
 
     def forward(
-        self, x: Tensor | PartialSums, residual: Tensor | None, context: DenseContext | PagedContext
-    ) -> tuple[Tensor | PartialSums, Tensor | None]:
+        self, x: Tensor, residual: Tensor | None, context: DenseContext | PagedContext
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output, not yet added to the residual stream, and that stream.
 
         Where few rows are decoded by the kernels, the additions happen in the projections before them: x is then the
@@ -36,17 +35,18 @@ class DecoderBlock(nn.Module):
         Parameters
         ----------
         x
-            ``[..., hidden]``: what the last layer adds to the stream, in slices where a step has it so.
+            ``[..., hidden]``: what the last layer adds to the stream.
         residual
             ``[..., hidden]``, or None in the first layer.
         """
-        if residual is None and isinstance(x, Tensor) and isinstance(context, PagedContext):
+        if residual is None and isinstance(context, PagedContext):
             mlp = self.mlp
             if isinstance(mlp, SwiGLU) and self.self_attn.can_add(x) and mlp.can_add(x):
                 stream = self.self_attn.add_to(x, self.input_layernorm, context)
                 return mlp.add_to(stream, self.post_attention_layernorm), None
-        hidden, residual = self.input_layernorm(x, residual)
-        hidden, residual = self.post_attention_layernorm(self.self_attn(hidden, context), residual)
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, context)
+        x, residual = self.post_attention_layernorm(x, residual)
         if isinstance(self.mlp, SparseMoE):
-            return self.mlp(hidden, context.router if isinstance(context, DenseContext) else None), residual
-        return self.mlp.unsummed(hidden) if isinstance(context, PagedContext) else self.mlp(hidden), residual
+            return self.mlp(x, context.router if isinstance(context, DenseContext) else None), residual
+        return self.mlp(x), residual

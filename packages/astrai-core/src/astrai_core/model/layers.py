@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from astrai_core import ops, partial_sums
-from astrai_core.partial_sums import PartialSums
+from astrai_core import ops
 
 
 class RMSNorm(nn.Module):
@@ -19,13 +18,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden))
         self.eps = eps
 
-    def forward(self, x: Tensor | PartialSums, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual); see :func:`astrai_core.ops.add_rms_norm`."""
         # The embedding or the norm before this one wrote the residual, and between a norm and the next lies attention or
         # an activation: a kernel that is no product.
-        if isinstance(x, PartialSums):
-            assert residual is not None, "a product in slices comes behind a norm, which made the stream"
-            return partial_sums.add_rms_norm(x, residual, self.weight, self.eps, overlap=ops.OVERLAP)
         return ops.add_rms_norm(x, residual, self.weight, self.eps, overlap=ops.OVERLAP)
 
 
@@ -68,12 +64,6 @@ class Linear(nn.Linear):
         packed = self.packed if self.packed is not None and self._packed_version == self.weight._version else None
         output = ops.linear(input, self.weight, self.bias, packed)
         return output if self.adapter is None else self.adapter(input, output)
-
-    def unsummed(self, x: Tensor) -> Tensor | PartialSums:
-        """Project ``[rows, in_features]`` for a norm that takes the product in slices, where that is faster."""
-        in_slices = self.adapter is None and self.bias is None
-        parts = partial_sums.partial_sums(x, self.weight) if in_slices else None
-        return self(x) if parts is None else parts
 
     def can_fuse(self, x: Tensor) -> bool:
         """Whether :meth:`fused` is one launch for as many rows as `x` has."""

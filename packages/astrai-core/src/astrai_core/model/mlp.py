@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from astrai_core import ops
 from astrai_core.config.model import ModelConfig
 from astrai_core.model.layers import FusedLinear, Linear, RMSNorm
-from astrai_core.partial_sums import PartialSums
 
 
 class SwiGLU(nn.Module):
@@ -21,10 +20,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., hidden]`` to ``[..., hidden]``."""
         return self.down_proj(ops.swiglu(self.gate_up_proj(x)))
-
-    def unsummed(self, x: Tensor) -> Tensor | PartialSums:
-        """Map ``[tokens, hidden]`` to what the next norm adds to the stream; see :meth:`Linear.unsummed`."""
-        return self.down_proj.unsummed(ops.swiglu(self.gate_up_proj(x)))
 
     def can_add(self, x: Tensor) -> bool:
         """Whether :meth:`add_to` is two launches for as many rows as `x` has."""

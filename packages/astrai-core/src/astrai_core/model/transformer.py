@@ -24,7 +24,6 @@ from astrai_core.registry import BaseFactory
 
 if TYPE_CHECKING:
     from astrai_core.attention.metadata import KVCache
-    from astrai_core.model.whole_step import WholeStep
 
 
 @dataclass
@@ -77,8 +76,6 @@ class CausalLM(nn.Module):
         What computes the attention of rows of several documents.
     lora
         What its adapters are, if :func:`astrai_core.model.lora.apply_lora` gave it some.
-    whole_step
-        What runs decode steps as one kernel, where it can; None: they are run op by op.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -86,7 +83,6 @@ class CausalLM(nn.Module):
         self.config = config
         self.document_kernel: DocumentKernel = "auto"
         self.lora: LoRAConfig | None = None
-        self.whole_step: WholeStep | None = None
         self.model = Decoder(config)
         specs = [attention_spec(config, layer) for layer in range(config.num_hidden_layers)]
         self.spec_of_window = {spec.window: spec for spec in reversed(specs)}
@@ -248,9 +244,6 @@ class CausalLM(nn.Module):
         logit_rows
             ``[rows]`` int64: tokens whose logits are wanted; None for all.
         """
-        whole = self.whole_step
-        if whole is not None and logit_rows is None and whole.takes(input_ids, cache):
-            return CausalLMOutput(*whole.run(input_ids, position_ids, cache))
         backend.plan(cache, tuple(self.spec_of_window.values()))
         hidden = self.model(input_ids, PagedContext(self.model.rotary(position_ids), cache, backend))
         rows = hidden if logit_rows is None else hidden[logit_rows]

@@ -18,11 +18,34 @@ if TYPE_CHECKING:
     from astrai_core.model.transformer import CausalLM
 
 
+STEP_ROWS, STEP_LAYER_BYTES = 1, 48 << 20
+"""Most requests of a step, and bytes of a layer's weights, for which the kernel is faster than the ops. On an H200 with 576
+keys a request, in us a step, the kernel and then the ops:
+
+======== ============ ============== ============
+requests Qwen3 0.6B   1.2B preset    Llama 3.2 1B
+======== ============ ============== ============
+1        653 (809)    878 (903)      868 (868)
+8        1,085 (975)  1,503 (998)
+a layer  31 MB        75 MB          122 MB
+======== ============ ============== ============
+
+The preset's gain is not worth a second road: its layers are bound by their bytes on both.
+"""
+
+
 class WholeStep:
-    """Runs the steps that the kernel takes: single queries of up to eight requests, each with keys of its own.
+    """Runs the steps that the kernel takes: single queries of a few requests, each with keys of its own.
 
     It keeps the addresses of weights and pool on the device; where one of them moved, the next step that is not replayed
-    tells the kernel.
+    tells the kernel. A graph of a step reads these addresses, so it must not outlive this object, nor :meth:`forget`.
+
+    Parameters
+    ----------
+    model : CausalLM
+        On a CUDA device.
+    most_rows : int, optional
+        Most requests of a step that it takes; None: as many as the kernel can, which is eight.
 
     Raises
     ------
@@ -30,12 +53,13 @@ class WholeStep:
         If the model cannot run so; the message says why.
     """
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, most_rows: int | None = None) -> None:
         reason = self.unavailable(model)
         if reason is not None:
             raise BackendError(f"the model cannot run a step in one kernel: {reason}")
         self._model = model
         self._kernels: Any = kernels.module("step")
+        self.most_rows: int = self._kernels.MOST_ROWS if most_rows is None else most_rows
         self._step: Any = None
         self._addresses: tuple[int, ...] = ()
 
@@ -58,6 +82,12 @@ class WholeStep:
             model.device,
         )
 
+    @staticmethod
+    def pays(model: CausalLM) -> bool:
+        """Whether the kernel is faster than the ops for up to :data:`STEP_ROWS` requests of a model that it serves."""
+        layer = model.model.layers[0].parameters()
+        return sum(parameter.numel() * parameter.element_size() for parameter in layer) <= STEP_LAYER_BYTES
+
     def takes(self, ids: Tensor, cache: KVCache) -> bool:
         """Whether the kernel runs a step of ``[tokens]`` ids on a cache.
 
@@ -67,7 +97,7 @@ class WholeStep:
         metadata = cache.groups[0]
         return (
             cache.phase == "decode"
-            and ids.shape[0] <= self._kernels.MOST_ROWS
+            and ids.shape[0] <= self.most_rows
             and not metadata.reads_own_keys
             and cache.k_buffers[0].dtype == self._model.dtype
             and not torch.are_deterministic_algorithms_enabled()
@@ -91,6 +121,11 @@ class WholeStep:
             metadata.req_indices,
         )
         return result
+
+    def forget(self) -> None:
+        """Let go of the pool, which a step binds again."""
+        self._step = None
+        self._addresses = ()
 
     def _current_addresses(self, cache: KVCache) -> tuple[int, ...]:
         weights = (parameter.data_ptr() for parameter in self._model.parameters())

@@ -14,7 +14,7 @@ from astrai_core.attention.cuda import CudaBackend
 from astrai_core.errors import ConfigError
 from astrai_core.model.adapter_slots import AdapterSlots
 from astrai_core.model.transformer import CausalLM
-from astrai_core.model.whole_step import WholeStep
+from astrai_core.model.whole_step import STEP_ROWS, WholeStep
 from astrai_infer.cache.pool import PagePool
 from astrai_infer.cache.sizing import CachePlan, cache_specs, context_len, plan_cache, resolve_kv_dtype
 from astrai_infer.config import EngineConfig
@@ -50,7 +50,7 @@ def build_runtime(
     Raises
     ------
     ConfigError
-        If graphs are asked for where there can be none, or the cache does not fit.
+        If graphs or the kernel of a whole step are asked for where there can be none, or the cache does not fit.
     BackendError
         If the backend asked for cannot run.
     """
@@ -68,7 +68,7 @@ def build_runtime(
         raise ConfigError(f"cuda_graphs is True but {why}; leave it out, or {remedy}")
     if config.deterministic and not on_device:
         raise ConfigError("deterministic is True, which needs a CUDA device and the backend cuda; leave it out")
-    model.whole_step = step_kernel(model, config, adapters, backend) if config.step_kernel else None
+    step_kernel(model, config, adapters, backend)  # or a refusal, before anything is built
     if draft is not None:
         reason = type(backend).unavailable(model.device, draft.config.head_dim, draft.dtype, kv_dtype)
         if reason is not None:
@@ -98,8 +98,16 @@ def build_runtime(
 
 def step_kernel(
     model: CausalLM, config: EngineConfig, adapters: AdapterSlots | None, backend: AttentionBackend
-) -> WholeStep:
-    """Return what runs decode steps as one kernel, or say why none can."""
+) -> WholeStep | None:
+    """Return what runs decode steps as one kernel, or None where the settings leave the choice and it cannot or does not.
+
+    Raises
+    ------
+    ConfigError
+        If it is asked for and cannot; the message says why.
+    """
+    if config.step_kernel is False:
+        return None
     reason = None
     if not isinstance(backend, CudaBackend):
         reason = "it needs a CUDA device and the backend cuda"
@@ -111,9 +119,13 @@ def step_kernel(
         reason = "there is room for adapters (max_loras), which the kernel does not apply"
     else:
         reason = WholeStep.unavailable(model)
-    if reason is not None:
+    if reason is None and config.step_kernel:
+        return WholeStep(model)
+    if reason is None:
+        return WholeStep(model, STEP_ROWS) if WholeStep.pays(model) else None
+    if config.step_kernel:
         raise ConfigError(f"step_kernel is True but {reason}; leave it out")
-    return WholeStep(model)
+    return None
 
 
 def build_pool(model: CausalLM, config: EngineConfig, plan: CachePlan) -> PagePool:
@@ -153,6 +165,7 @@ def device_executor(
         adapters=adapters,
         draft=draft,
         max_draft_tokens=0 if config.speculation is None else config.max_draft_tokens,
+        whole_step=step_kernel(model, config, adapters, backend),
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from astrai_core.attention.backend import AttentionBackend
 from astrai_core.model.adapter_slots import AdapterSlots
 from astrai_core.model.transformer import CausalLM
+from astrai_core.model.whole_step import WholeStep
 from astrai_core.types import TokenLogprobs
 from astrai_infer.cache.pool import PagePool
 from astrai_infer.runtime.device_draft import DeviceDraft
@@ -72,13 +73,15 @@ class DeviceExecutor:
     capture
         How work is captured; None: it never is.
     deterministic
-        Run the model in torch's deterministic mode.
+        Run the model, and the draft model, in torch's deterministic mode.
     adapters
         Room for adapters on the model; every step then reads the slot of each of its tokens.
     draft
         A draft model, which makes the guesses of steps that verify. It runs without adapters.
     max_draft_tokens
         Most guesses for a request in a step; 0: no step verifies.
+    whole_step
+        Runs the model's decode steps that it takes as one kernel; it is this executor's own.
     """
 
     def __init__(
@@ -94,19 +97,31 @@ class DeviceExecutor:
         adapters: AdapterSlots | None = None,
         draft: CausalLM | None = None,
         max_draft_tokens: int = 0,
+        whole_step: WholeStep | None = None,
     ) -> None:
         self.model = model
+        self.whole_step = whole_step
         self.adapters = adapters
         self.pool = pool
         self.backend = backend
-        self._paged = PagedModel(model, pool, backend, deterministic=deterministic, adapters=adapters)
+        self._paged = PagedModel(
+            model, pool, backend, deterministic=deterministic, adapters=adapters, whole_step=whole_step
+        )
         self.buckets = Buckets(n_rows, pool.max_seq_len, max_tokens, verifies=max_draft_tokens > 0)
         self.sampler = RowSampler(n_rows + 1, model.config.vocab_size, model.device)
         self.graphs = CudaGraphContext(capture)
         self.draft: DeviceDraft | None = None
         if draft is not None:
             self.draft = DeviceDraft(
-                draft, pool, backend, self.buckets, self.sampler, max_tokens, max_draft_tokens, capture
+                draft,
+                pool,
+                backend,
+                self.buckets,
+                self.sampler,
+                max_tokens,
+                max_draft_tokens,
+                capture,
+                deterministic=deterministic,
             )
         # Graphs and events go to the current device, which in a new thread is the first one.
         self._on_device = torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()

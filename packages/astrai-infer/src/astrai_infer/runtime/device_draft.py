@@ -34,6 +34,8 @@ class DeviceDraft:
         Most tokens of a step of the model.
     most
         Guesses for a request in a step.
+    deterministic
+        Run the model in torch's deterministic mode, as the one that it guesses for: if they are equal, so are their bits.
 
     Attributes
     ----------
@@ -51,9 +53,11 @@ class DeviceDraft:
         max_tokens: int,
         most: int,
         capture: Capture | None,
+        *,
+        deterministic: bool = False,
     ) -> None:
         device, n_rows = model.device, pool.n_rows
-        self._paged = PagedModel(model, pool, backend, DRAFT)
+        self._paged = PagedModel(model, pool, backend, DRAFT, deterministic=deterministic)
         self._buckets = buckets
         self._sampler = sampler
         self.graphs = CudaGraphContext(capture if model.supports_graph else None)

@@ -14,6 +14,7 @@ from astrai_core.attention.backend import AttentionBackend
 from astrai_core.attention.metadata import AttentionMetadata, KVCache
 from astrai_core.model.adapter_slots import AdapterSlots
 from astrai_core.model.transformer import CausalLM
+from astrai_core.model.whole_step import WholeStep
 from astrai_infer.cache.pool import PagePool
 from astrai_infer.runtime.packed import Fields
 from astrai_infer.runtime.shapes import StepShape
@@ -30,6 +31,8 @@ class PagedModel:
         Run in torch's deterministic mode.
     adapters
         Room for adapters on the model; every step then reads the slot of each of its tokens.
+    whole_step
+        Runs the decode steps that it takes as one kernel.
     """
 
     def __init__(
@@ -41,8 +44,10 @@ class PagedModel:
         *,
         deterministic: bool = False,
         adapters: AdapterSlots | None = None,
+        whole_step: WholeStep | None = None,
     ) -> None:
         self.model = model
+        self._whole_step = whole_step
         self._pool = pool
         self._backend = backend
         self._which = which
@@ -53,6 +58,8 @@ class PagedModel:
     def forget(self) -> None:
         """Drop what holds addresses of the pool."""
         self._caches.clear()
+        if self._whole_step is not None:
+            self._whole_step.forget()
 
     def cache(self, shape: StepShape, fields: Fields[Tensor], host: Fields[np.ndarray]) -> KVCache:
         """Return the view of a step; for a bucket it is the same each time."""
@@ -90,7 +97,10 @@ class PagedModel:
         """Feed ``ids``, ``[tokens]`` int64; return ``[logits, vocab]``. Can be captured."""
         rows = fields.logit_rows if shape.n_chunk_tokens else None
         adapted = nullcontext() if self._adapters is None else self._adapters.applied(fields.adapter_ids)
+        whole = self._whole_step
         with deterministic_algorithms(self._deterministic), adapted:
+            if whole is not None and rows is None and whole.takes(ids, cache):
+                return whole.run(ids, fields.position_ids, cache)[0]
             return self.model.forward_paged(ids, fields.position_ids, cache, self._backend, rows).logits
 
 

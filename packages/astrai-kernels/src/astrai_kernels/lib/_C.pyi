@@ -39,22 +39,6 @@ def add_rms_norm(
     overlap: bool,
     /,
 ) -> None: ...
-def add_rms_norm_partials(
-    dtype: int,
-    device: int,
-    stream: int,
-    parts: _Rows,
-    residual: _Matrix,
-    weight: int,
-    out: _Matrix,
-    residual_out: _Matrix,
-    rows: int,
-    hidden: int,
-    slices: int,
-    eps: float,
-    overlap: bool,
-    /,
-) -> None: ...
 def rotary(
     dtype: int,
     device: int,
@@ -215,6 +199,38 @@ def attention_decode(
     scale: float,
     softcap: float,
     overlap: bool,
+    batch: int,
+    fixed_len: int,
+    scratch: _Scratch,
+    /,
+) -> None: ...
+def qkv_attention_decode(
+    dtype: int,
+    device: int,
+    stream: int,
+    qkv: _Matrix,
+    k_buffer: _HeadRows,
+    v_buffer: _HeadRows,
+    q_norm: int,
+    k_norm: int,
+    cos: _Matrix,
+    sin: _Matrix,
+    max_pos: int,
+    position_ids: _Matrix,
+    positions_are_64_bit: bool,
+    out_cache_loc: _Matrix,
+    locs_are_64_bit: bool,
+    pool_size: int,
+    batch: int,
+    rotary_dim: int,
+    eps: float,
+    interleaved: bool,
+    overlap: bool,
+    out: _HeadRows,
+    table: _Table,
+    shape: _Shape,
+    scale: float,
+    fixed_len: int,
     scratch: _Scratch,
     /,
 ) -> None: ...
@@ -272,7 +288,9 @@ def attention_plan(
     fixed_len: int,
     /,
 ) -> None: ...
-def attention_capacity(head_dim: int, n_heads: int, n_kv_heads: int, q_len: int, device: int, /) -> tuple[int, int]: ...
+def attention_capacity(
+    head_dim: int, n_heads: int, n_kv_heads: int, q_len: int, batch: int, device: int, /
+) -> tuple[int, int]: ...
 def decode_step(
     dtype: int,
     device: int,
@@ -281,6 +299,7 @@ def decode_step(
     inputs: tuple[int, int, int, int, int],
     req_to_token: _Matrix,
     layers: tuple[int, int],
+    maps: int,
     weights: tuple[int, int, int],
     angles: tuple[int, int, int, int, int],
     pool: tuple[int, int, int, int, int],
@@ -291,4 +310,5 @@ def decode_step(
     /,
 ) -> None: ...
 def step_capacity(device: int, shape: _StepShape, n_layers: int, /) -> tuple[int, int]: ...
+def step_maps(dtype: int, device: int, shape: _StepShape, layers: list[list[int]], head: int, /) -> bytes: ...
 def build_info() -> dict[str, str | int]: ...

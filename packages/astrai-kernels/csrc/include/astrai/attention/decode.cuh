@@ -12,8 +12,9 @@
 //
 // Partial results of a request's chunks meet in the block that finishes last (a ticket per request and kv head), so
 // attention is one launch. Maxima are kept as whole numbers in the log2 domain: rescaling is then by a power of two and
-// exact, and when it happens leaves no trace in the result. With chunks at fixed positions (`fixed_len`) a row's bits
-// therefore depend on that row, its keys and its values alone: not on the batch, and not on the other query rows.
+// exact, and when it happens leaves no trace in the result. With chunks at fixed positions (`fixed_len`), whose blocks
+// all have four warps, a row's bits therefore depend on that row, its keys and its values alone: not on the batch, and
+// not on the other query rows.
 #pragma once
 
 #include "astrai/attention/decode_warp.cuh"
@@ -28,13 +29,12 @@ template <typename T, typename KV, int kDim, int kRowTiles, bool kExtras>
 struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
   using Warp = DecodeWarp<T, KV, kDim, kRowTiles, kExtras>;
   using Warp::chunk_index, Warp::first_row, Warp::group, Warp::kv_head, Warp::n_rows;
-  using Warp::kRows, Warp::kThreads, Warp::kWarps;
-  using Warp::lane, Warp::p, Warp::shared, Warp::warp;
+  using Warp::kMaxWarps, Warp::kRows;
+  using Warp::lane, Warp::n_warps, Warp::p, Warp::shared, Warp::warp, Warp::warp_rows;
   using typename Warp::Row;
   using typename Warp::Unit;
-  using Warp::kAhead;
 
-  __device__ __forceinline__ Decode(const AttentionParams& params, typename Warp::Shared& memory)
+  __device__ __forceinline__ Decode(const typename KV::Params& params, typename Warp::Shared& memory)
       : Warp(params, memory) {}
 
   /// Merge what the warps left in shared memory and store it: the result itself, or this chunk's part of it.
@@ -42,18 +42,21 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
     const int rows = min(kRows, n_rows - first_row);
     const int request = shared.chunk.request;
     const int quads = this->dim() / 4;
-    for (int e = static_cast<int>(threadIdx.x); e < rows * quads; e += kThreads) {
+    for (int e = static_cast<int>(threadIdx.x); e < rows * quads; e += 32 * n_warps()) {
       const int r = e / quads;
       const int d = (e - r * quads) * 4;
       float top = shared.ml[0][r][0];
 #pragma unroll
-      for (int w = 1; w < kWarps; ++w) top = fmaxf(top, shared.ml[w][r][0]);
+      for (int w = 1; w < kMaxWarps; ++w) {
+        if (w < n_warps()) top = fmaxf(top, shared.ml[w][r][0]);
+      }
       float total = 0.0f;
       float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
+      for (int w = 0; w < kMaxWarps; ++w) {
+        if (w >= n_warps()) continue;
         const float factor = exp2_fast(shared.ml[w][r][0] - top);
-        const float4 part = *reinterpret_cast<const float4*>(&shared.out[w][r][d]);
+        const float4 part = *reinterpret_cast<const float4*>(&warp_rows()[w][r][d]);
         total = fmaf(factor, shared.ml[w][r][1], total);
         value.x = fmaf(factor, part.x, value.x);
         value.y = fmaf(factor, part.y, value.y);
@@ -96,7 +99,7 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
     }
   }
 
-  /// Merge the parts of all chunks of the request: chunk c in warp c % kWarps, then as at the end of a chunk.
+  /// Merge the parts of all chunks of the request: chunk c in warp c % n_warps, then as at the end of a chunk.
   __device__ __forceinline__ void merge_chunks() {
     const int dim = this->dim();
     const int elements = min(kRows, n_rows - first_row) * dim;
@@ -115,7 +118,7 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
         total[j] = 0.0f;
       }
 #pragma unroll 4
-      for (int c = warp; c < count; c += kWarps) {
+      for (int c = warp; c < count; c += n_warps()) {
         float4 part[kLoads];
         float2 ml[kLoads];
 #pragma unroll
@@ -145,7 +148,7 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
       for (int j = 0; j < kLoads; ++j) {
         const int e = first + 128 * j;
         if (e >= elements) continue;
-        *reinterpret_cast<float4*>(&shared.out[warp][e / dim][e % dim]) = value[j];
+        *reinterpret_cast<float4*>(&warp_rows()[warp][e / dim][e % dim]) = value[j];
         if (e % dim == 0) {
           shared.ml[warp][e / dim][0] = top[j];
           shared.ml[warp][e / dim][1] = total[j];
@@ -177,19 +180,14 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
     const int n_items = p.plan->n_chunks * units;
     const int stride = static_cast<int>(gridDim.x);
     if (static_cast<int>(blockIdx.x) >= n_items) Warp::join();
-    Unit next = {};
     for (int item = static_cast<int>(blockIdx.x); item < n_items; item += stride) {
-      const bool is_first = item == static_cast<int>(blockIdx.x);
-      const bool has_next = kAhead && item + stride < n_items;
       chunk_index = item / units;
       const int unit = item - chunk_index * units;
-      const Unit now = kAhead && !is_first ? next : unit_of(item, units);
+      const Unit now = unit_of(item, units);
       kv_head = now.kv_head;
       first_row = now.first_row;
       if (threadIdx.x == 0) shared.chunk = p.chunks[chunk_index];
-      if (has_next) next = unit_of(item + stride, units);
-      this->attend(now, is_first, kAhead && !is_first, has_next, next);
-      if (has_next) this->run_ahead(next);
+      this->attend(now, item == static_cast<int>(blockIdx.x));
       this->to_shared();
       __syncthreads();
       const int count = shared.chunk.count;
@@ -211,8 +209,9 @@ struct Decode : DecodeWarp<T, KV, kDim, kRowTiles, kExtras> {
 };
 
 template <typename T, typename KV, int kDim, int kRowTiles, bool kExtras>
-__global__ void __launch_bounds__(32 * decode_shape(kDim, kRowTiles).warps, decode_shape(kDim, kRowTiles).blocks)
-    decode_kernel(const AttentionParams params) {
+__global__ void __launch_bounds__(32 * decode_shape(kDim, kRowTiles).most_warps(),
+                                  kDecodeWarps / decode_shape(kDim, kRowTiles).most_warps())
+    decode_kernel(const typename KV::Params params) {
   using Kernel = Decode<T, KV, kDim, kRowTiles, kExtras>;
   __shared__ __align__(16) typename Kernel::Shared shared;
   Kernel(params, shared).run();
@@ -221,13 +220,15 @@ __global__ void __launch_bounds__(32 * decode_shape(kDim, kRowTiles).warps, deco
 #ifndef __CUDACC_RTC__
 
 template <typename T, typename KV, int kDim, int kRowTiles, bool kExtras>
-cudaError_t launch_decode(const AttentionParams& params, int64_t max_items, cudaStream_t stream) {
-  int workers = 0;
-  const cudaError_t status = decode_workers(kDim, 8 * kRowTiles, &workers);
+cudaError_t launch_decode(const typename KV::Params& params, int64_t max_items, cudaStream_t stream) {
+  using Kernel = Decode<T, KV, kDim, kRowTiles, kExtras>;
+  DecodeLayout layout = {};
+  const cudaError_t status = decode_layout(params.head_dim, params.n_heads, params.n_kv_heads, params.q_len,
+                                           params.batch, params.fixed_len > 0, &layout);
   if (status != cudaSuccess) return status;
-  const dim3 grid(static_cast<unsigned int>(max_items < workers ? max_items : workers));
-  return launch(decode_kernel<T, KV, kDim, kRowTiles, kExtras>, grid,
-                dim3(32 * decode_shape(kDim, kRowTiles).warps), 0, stream, params);
+  const dim3 grid(static_cast<unsigned int>(max_items < layout.workers ? max_items : layout.workers));
+  return launch(decode_kernel<T, KV, kDim, kRowTiles, kExtras>, grid, dim3(32 * layout.warps),
+                layout.warps * sizeof(typename Kernel::WarpRows), stream, params);
 }
 
 #endif  // __CUDACC_RTC__

@@ -12,23 +12,27 @@ template <typename T, typename KV, int kDim, int kRowTiles, bool kExtras>
 struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
   using Operands = DecodeOperands<T, KV, kDim, kRowTiles, kExtras>;
   using Operands::g, Operands::keys, Operands::kv_head, Operands::p, Operands::q, Operands::shared, Operands::values;
+  using Operands::first_key_of, Operands::keys_of, Operands::load_slots, Operands::low_of, Operands::share_of,
+      Operands::values_of;
   using Operands::kBytes, Operands::kKeyParts, Operands::kPrefetch, Operands::kTile, Operands::kValueParts;
-  using Operands::kWarps, Operands::lane, Operands::of_key, Operands::uniform, Operands::warp;
+  using Operands::lane, Operands::of_key, Operands::uniform, Operands::warp;
   using typename Operands::KeyScales, typename Operands::Queries, typename Operands::Row, typename Operands::Shared;
-  using typename Operands::Unit;
+  using typename Operands::Share, typename Operands::Unit;
 
   // The running softmax.
   float out[kRowTiles][kValueParts][4][4];
   float maximum[kRowTiles];  // of row g + 8 r
   float sum[kRowTiles][2];   // of rows 8 r + 2 q and the next
 
-  __device__ __forceinline__ DecodeWarp(const AttentionParams& params, Shared& memory) : Operands(params, memory) {}
+  __device__ __forceinline__ DecodeWarp(const typename KV::Params& params, Shared& memory) : Operands(params, memory) {}
 
   /// Scores of a warp's granules: [granule][eight keys][row g: keys 2q, 2q+1; row g+8: the same].
   using Scores = float[kTile][2][4];
 
   __device__ __forceinline__ void multiply(Scores& s) const {
-    const uint32_t source = static_cast<uint32_t>(__cvta_generic_to_shared(this->queries()));
+    const uint4* fragments = this->queries();
+    if constexpr (KV::kFresh) fragments = shared.queries + lane;
+    const uint32_t source = static_cast<uint32_t>(__cvta_generic_to_shared(fragments));
     // Granule by granule, though the queries are then read once for each: rows g+8 of a finished granule are free.
 #pragma unroll
     for (int t = 0; t < kTile; ++t) {
@@ -197,58 +201,8 @@ struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
     pdl_release();
   }
 
-  // Whether the first loads of a unit are issued before the unit ahead of it is merged.
-  static constexpr bool kAhead = decode_shape(kDim, kRowTiles).ahead && !kExtras && Operands::kPrefetch && !KV::kNarrow;
-  int slots;        // of the first two granules of a unit, one a lane
-  Queries query;    // of a unit that is ahead
-
-  /// The part of a unit that falls to this warp, in granules of its own.
-  struct Share {
-    int skipped, end;
-    __device__ __forceinline__ bool is_empty() const { return skipped >= end; }
-  };
-  /// What the first query row sees begins here; no row sees anything before it.
-  __device__ __forceinline__ int low_of(const Unit& unit) const {
-    const int span = p.window ? p.window : 0x3fffffff;
-    return max(unit.begin, unit.seq_len - p.q_len + 1 - span);
-  }
-  __device__ __forceinline__ Share share_of(const Unit& unit) const {
-    const int granules =
-        (unit.end - unit.begin - warp * kGranule + kWarps * kGranule - 1) / (kWarps * kGranule);
-    return {(low_of(unit) - unit.begin) / (kWarps * kGranule) / 2 * 2, granules};
-  }
-
-  /// Slots of two granules, one a lane. Positions outside the chunk repeat one inside: what is read is always owned.
-  __device__ __forceinline__ int load_slots(const Unit& unit, int granule) const {
-    const bool paged = KV::kPaged || p.req_to_token != nullptr;
-    const int32_t* table = paged ? p.req_to_token + unit.table_row * p.table_stride : nullptr;
-    int position = unit.begin + ((granule + lane / kGranule) * kWarps + warp) * kGranule + lane % kGranule;
-    position = max(min(position, unit.end - 1), low_of(unit));
-    return slot_of<KV>(table, position);
-  }
-  /// This lane's bytes of slot 0.
-  __device__ __forceinline__ const char* keys_of(const Unit& unit) const {
-    const bool paged = KV::kPaged || p.req_to_token != nullptr;
-    return static_cast<const char*>(p.k) + 8 * kBytes * q +
-           (unit.kv_head * p.k_head_stride + (paged ? 0 : unit.request * p.k_batch_stride)) * kBytes;
-  }
-  __device__ __forceinline__ const char* values_of(const Unit& unit) const {
-    const bool paged = KV::kPaged || p.req_to_token != nullptr;
-    return static_cast<const char*>(p.v) + 8 * kBytes * g +
-           (unit.kv_head * p.v_head_stride + (paged ? 0 : unit.request * p.v_batch_stride)) * kBytes;
-  }
-
-  /// The first keys and values of a unit and its queries, while another is merged; `slots` are its.
-  __device__ __forceinline__ void run_ahead(const Unit& unit) {
-    if (share_of(unit).is_empty()) return;
-    this->load_keys(keys_of(unit), static_cast<uint32_t>(p.k_slot_stride) * kBytes, slots, 0);
-    this->load_values(values_of(unit), static_cast<uint32_t>(p.v_slot_stride) * kBytes, slots, 0);
-    this->load_queries(unit, query);
-  }
-
-  /// This warp's share of the unit. is_ahead: run_ahead has been here. kAhead: `next` is the unit to come.
-  __device__ __forceinline__ void attend(const Unit& unit, bool is_first, bool is_ahead, bool has_next,
-                                         const Unit& next) {
+  /// This warp's share of the unit. is_first: of those that the block takes.
+  __device__ __forceinline__ void attend(const Unit& unit, bool is_first) {
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       maximum[r] = kNoMaximum;
@@ -266,23 +220,22 @@ struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
     const int begin = unit.begin;
     const int end = unit.end;
     const int request = unit.request;
-    const int first_query = unit.seq_len - p.q_len;  // its position
-    const int span = p.window ? p.window : 0x3fffffff;
+    const int first_query = unit.seq_len - (KV::kFresh ? 1 : p.q_len);  // its position
+    const int span = !KV::kFresh && p.window ? p.window : 0x3fffffff;  // with one query, `low` says it all
     const int low = low_of(unit);
     // Every row sees what lies between these two.
-    const int all_from = max(begin, first_query + p.q_len - span);
+    const int all_from = KV::kFresh ? low : max(begin, first_query + p.q_len - span);
     const int all_to = min(end, first_query + 1);
     int high[kRowTiles];
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
       const Row row_g = this->row(unit, g + 8 * r);
-      high[r] = row_g.exists ? first_query + row_g.query + 1 : end;
+      high[r] = !KV::kFresh && row_g.exists ? first_query + row_g.query + 1 : end;
     }
 
     const Share share = share_of(unit);
-    if (share.is_empty()) {
+    if (!KV::kFresh && share.is_empty()) {
       if (is_first) join();
-      if (kAhead && has_next) slots = load_slots(next, share_of(next).skipped);
       return;
     }
     const int skipped = share.skipped;
@@ -299,22 +252,50 @@ struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
       v_scale = p.v_scale + kv_head + (paged ? 0 : request * p.v_scale_batch_stride);
     }
 
-    if (!is_ahead) slots = load_slots(unit, skipped);
-    int now = slots;
-    int next_slots = load_slots(unit, skipped + 2);
-    // Keys of earlier steps are there already; the kernel before this one writes those of this step.
-    constexpr int kEarly = KV::kNarrow ? 2 : kTile;  // scales come for two granules at once
-    const int last_position = begin + ((skipped + kEarly - 1) * kWarps + warp) * kGranule + kGranule;
-    const bool early = p.overlap && min(last_position, end) <= first_query;
-    if (is_first && !early) join();
-    KeyScales scales = this->load_scales(k_scale, v_scale, now);
-    if (kPrefetch && !is_ahead) {
-      this->load_keys(k_base, k_stride, now, 0);
-      this->load_values(v_base, v_stride, now, 0);
+    int now = 0;
+    int next_slots = 0;
+    KeyScales scales = {};
+    // Whether the chunk ends with the newest position; in a warp's last granules all keys from `newest_at` on are then
+    // the one at hand: the newest and, as elsewhere, what lies behind the end; all of them where no other is visible,
+    // since those before are clamped to it, too.
+    const bool has_newest = KV::kFresh && end == first_query + 1;
+    const auto newest_at = [&](int granule) {
+      return (low == first_query ? begin : first_query) - first_key_of(unit, granule);
+    };
+    if constexpr (KV::kFresh) {
+      // Two granules at once: with them, one step of the warp has the newest position and what is clamped to it.
+      static_assert(kPrefetch && kTile == 2 && kRowTiles == 1 && !kExtras, "what the lines below rely on");
+      typename Operands::Heads heads(p.heads);
+      if (is_first && !p.overlap) join();
+      heads.fetch(request);
+      if (!share.is_empty()) {
+        // The newest slot may be read here, too, while this very block writes it: what comes of that is replaced.
+        now = load_slots(unit, skipped);
+        next_slots = load_slots(unit, skipped + 2);
+        this->load_keys(k_base, k_stride, now, 0);
+        this->load_values(v_base, v_stride, now, 0);
+      }
+      if (is_first && p.overlap) join();
+      heads.prepare(request, kv_head, this->group, has_newest, shared);
+      if (share.is_empty()) return;
+    } else {
+      now = load_slots(unit, skipped);
+      next_slots = load_slots(unit, skipped + 2);
+      // Keys of earlier steps are there already; the kernel before this one writes those of this step.
+      constexpr int kEarly = KV::kNarrow ? 2 : kTile;  // scales come for two granules at once
+      const int last_position = first_key_of(unit, skipped + kEarly - 1) + kGranule;
+      const bool early = p.overlap && min(last_position, end) <= first_query;
+      if (is_first && !early) join();
+      scales = this->load_scales(k_scale, v_scale, now);
+      if (kPrefetch) {
+        this->load_keys(k_base, k_stride, now, 0);
+        this->load_values(v_base, v_stride, now, 0);
+      }
+      if (is_first && early) join();
+      Queries query;
+      this->load_queries(unit, query);
+      this->keep_queries(query);
     }
-    if (is_first && early) join();
-    if (!is_ahead) this->load_queries(unit, query);
-    this->keep_queries(query);
 #pragma unroll 1
     for (int granule = skipped; granule < n_granules; granule += 2) {
       const KeyScales next_scales = this->load_scales(k_scale, v_scale, next_slots);
@@ -326,6 +307,10 @@ struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
         const int from = kWhole || step > 0 ? next_slots : now;
         const int half = kWhole || step > 0 ? 0 : 1;
         if constexpr (!kPrefetch) this->load_keys(k_base, k_stride, now, step);
+        if (has_newest && !has_more) {
+#pragma unroll
+          for (int t = 0; t < kTile; ++t) this->put_newest_key(t, newest_at(granule + step + t));
+        }
         Scores s;
         multiply(s);
         if constexpr (KV::kNarrow) scale_scores(s, scales, step);
@@ -336,19 +321,21 @@ struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
         if (kPrefetch && has_more) this->load_keys(k_base, k_stride, from, half);
 #pragma unroll
         for (int t = 0; t < kTile; ++t) {
-          const int position = begin + ((granule + step + t) * kWarps + warp) * kGranule;
+          const int position = first_key_of(unit, granule + step + t);
           const bool all_visible = position >= all_from && position + kGranule <= all_to && !(kExtras && p.mask);
           finish_scores(s[t], position, high, low, end, span, request, first_query, all_visible);
         }
         raise_maxima(s);
+        if (has_newest && !has_more) {
+#pragma unroll
+          for (int t = 0; t < kTile; ++t) this->put_newest_value(t, newest_at(granule + step + t));
+        }
         accumulate(s, scales, step);
         if (kPrefetch && has_more) this->load_values(v_base, v_stride, from, half);
       }
       now = next_slots;
       scales = next_scales;
       next_slots = load_slots(unit, granule + 4);
-      // Behind the first products: the next unit's chunk has arrived by now, and its slots will by the end of this one.
-      if (kAhead && has_next && granule == skipped) slots = load_slots(next, share_of(next).skipped);
     }
   }
 
@@ -364,7 +351,7 @@ struct DecodeWarp : DecodeOperands<T, KV, kDim, kRowTiles, kExtras> {
         for (int c = 0; c < kValueParts; ++c) {
           const int begin = 64 * c + 8 * g;
           if (kDim % 64 != 0 && begin >= kDim) continue;
-          float4* target = reinterpret_cast<float4*>(&shared.out[warp][8 * r + 2 * q + column][begin]);
+          float4* target = reinterpret_cast<float4*>(&this->warp_rows()[warp][8 * r + 2 * q + column][begin]);
           const float(&o)[4][4] = out[r][c];
           constexpr float kUnit = KV::kNarrow ? kWidenedUnit / kWeightUnit : 1.0f;
           const auto four = [&](int m) {

@@ -12,19 +12,32 @@
 namespace astrai {
 
 /// A policy says where a key lies and how wide its elements are. kPaged: through req_to_token, known when compiled.
+/// kFresh: the newest key and value, and the queries, come from the projection, not yet normed, rotated or written.
 struct PagedKV {
+  using Params = AttentionParams;
+  static constexpr bool kFresh = false;
   static constexpr bool kPaged = true;
   static constexpr bool kNarrow = false;
 };
 /// Paged or contiguous, as the parameters say.
 struct AnyKV {
+  using Params = AttentionParams;
+  static constexpr bool kFresh = false;
   static constexpr bool kPaged = false;
   static constexpr bool kNarrow = false;
 };
 /// Likewise, of e4m3.
 struct NarrowKV {
+  using Params = AttentionParams;
+  static constexpr bool kFresh = false;
   static constexpr bool kPaged = false;
   static constexpr bool kNarrow = true;
+};
+struct FreshKV {
+  using Params = FreshAttentionParams;
+  static constexpr bool kFresh = true;
+  static constexpr bool kPaged = true;
+  static constexpr bool kNarrow = false;
 };
 
 /// Slot of the key at `position`, relative to kv_base.

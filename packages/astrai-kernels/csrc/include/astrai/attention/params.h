@@ -3,6 +3,7 @@
 #pragma once
 
 #include "astrai/common/dtype.h"
+#include "astrai/fused/params.h"
 
 namespace astrai {
 
@@ -49,11 +50,12 @@ struct AttentionParams {
   int64_t mask_stride;
   const float* sinks;  // [n_heads] logits that take part in the softmax and carry no value; null: none
 
+  int batch;  // requests
+
   // Prefill only: ragged queries, the last of each request's keys' positions.
   const int32_t* qo_indptr;    // [batch + 1]
   const int32_t* seq_lens;     // [batch]
   const int64_t* req_indices;  // [batch] rows of req_to_token; null: row = request
-  int batch;
 
   int n_heads;
   int n_kv_heads;
@@ -65,11 +67,18 @@ struct AttentionParams {
   bool overlap;     // all keys but those of the q_len newest positions were written two launches ago or earlier
 
   // Decode only.
+  int fixed_len;  // as the planner had it
   const AttentionPlan* plan;
   const AttentionChunk* chunks;
   float* partial_out;  // [max_chunks, n_kv_heads * group * q_len, head_dim]
   float* partial_ml;   // [max_chunks, n_kv_heads * group * q_len, 2]: maximum (log2 domain) and sum
   int32_t* counters;   // [max_requests, n_kv_heads * passes], zero before and after every launch
+};
+
+/// Decode attention of one query a request, with qkv_norm_rope_write in front: q is read from heads.qkv, heads.q is not
+/// written. heads.out_cache_loc is the slot of each request's newest position, or outside the pool.
+struct FreshAttentionParams : AttentionParams {
+  QkvParams heads;
 };
 
 /// Arguments of the planner, one thread block once a step.

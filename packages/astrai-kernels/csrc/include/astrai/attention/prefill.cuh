@@ -3,7 +3,8 @@
 // A thread block takes a tile of query rows of one request and head and walks the keys in tiles through shared memory,
 // with the online softmax of FlashAttention-2 (arXiv:2307.08691, section 3): the scores stay in registers and are the
 // A operand of the second product. While a block multiplies Q with K, V is on its way; while it multiplies P with V, the
-// next K is. Two blocks a multiprocessor hide each other's softmax.
+// next K is. Two blocks a multiprocessor hide each other's softmax. Where shared memory and registers allow, two tiles of
+// each are there instead, and a block multiplies the next tile's Q with K during this one's softmax, too.
 #pragma once
 
 #include "astrai/attention/prefill_tile.cuh"
@@ -19,9 +20,8 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
   using typename Tile::Weights;
   using Tile::first_position, Tile::first_token, Tile::head, Tile::kv_head, Tile::seq_len;
   using Tile::k_tile, Tile::lane, Tile::p, Tile::slots, Tile::thread, Tile::v_tile;
-  using Tile::kAhead, Tile::kHoldQueries, Tile::kKeys, Tile::kQueries, Tile::kStages, Tile::kTileBytes;
-  using Tile::kRowTiles, Tile::kSharedBytes, Tile::kSteps;
-  using Tile::kValueTiles, Tile::maximum, Tile::out, Tile::sum;
+  using Tile::kAhead, Tile::kKeys, Tile::kQueries, Tile::kRowTiles, Tile::kSharedBytes, Tile::kSteps;
+  using Tile::kTileBytes, Tile::kValueTiles, Tile::maximum, Tile::out, Tile::sum;
 
   __device__ __forceinline__ Prefill(const AttentionParams& params, unsigned char* memory) : Tile(params, memory) {}
 
@@ -83,13 +83,6 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
       this->mask_scores(s, position, span.high);
     }
   }
-  __device__ __forceinline__ void hold_queries() {
-    if constexpr (kHoldQueries) {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) this->load_queries(step, step);
-    }
-  }
-
   /// One tile of keys and one of values in shared memory.
   __device__ __forceinline__ void walk(const Span& span, float scale_log2) {
     int position = span.low / kKeys * kKeys;
@@ -106,7 +99,6 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
       wait_copies();
       if constexpr (KV::kNarrow) this->widen(0, k_tile);
       __syncthreads();  // K has landed, and V of the tile before has been read
-      if (kHoldQueries && position < span.low + kKeys) hold_queries();
       copy_values(now, v_tile);
       commit_copies();
       const bool has_next = position + kKeys < span.high;
@@ -143,9 +135,8 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
     }
   }
 
-  /// Two tiles of each: the next ones are on their way during the whole of this one. With kAhead keys are one tile further.
-  __device__ __forceinline__ void walk_in_stages(const Span& span, float scale_log2) {
-    constexpr int kLead = kAhead ? 2 : 1;  // tiles from the one in work to the keys that are fetched meanwhile
+  /// Two tiles of each: the next values, and the keys behind the next, are on their way during the whole of this one.
+  __device__ __forceinline__ void walk_ahead(const Span& span, float scale_log2) {
     int position = span.low / kKeys * kKeys;
     int* now = slots;
     int* next = slots + kKeys;
@@ -161,16 +152,15 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
     copy_keys(now, k_tile);
     copy_values(now, v_tile);
     commit_copies();
-    int stage = 0;
+    wait_copies();
+    __syncthreads();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) this->load_queries(step, step);
+    copy_keys(next, k_tile + kTileBytes);
+    commit_copies();
     Scores s;
-    if constexpr (kAhead) {
-      wait_copies();
-      __syncthreads();
-      hold_queries();
-      copy_keys(next, k_tile + kTileBytes);
-      commit_copies();
-      this->multiply(s, k_tile);
-    }
+    this->multiply(s, k_tile);
+    int stage = 0;
 #pragma unroll 1
     for (; position < span.high; position += kKeys) {
       if (thread < kKeys) behind[thread] = later_slot;
@@ -179,31 +169,20 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
       __syncthreads();  // what was fetched last has landed, and the tiles of the step before have been read
       const uint32_t own = stage * kTileBytes;
       const uint32_t other = kTileBytes - own;
-      if (!kAhead && kHoldQueries && position < span.low + kKeys) hold_queries();
-      if (position + kLead * kKeys < span.high) {
-        copy_keys(kAhead ? behind : next, k_tile + (kAhead ? own : other));
-      }
+      if (position + 2 * kKeys < span.high) copy_keys(behind, k_tile + own);
       if (position + kKeys < span.high) copy_values(next, v_tile + other);
       commit_copies();
+      finish_scores(s, position, span);
+      this->raise_maxima(s, scale_log2);
+      Scores coming;  // behind the last tile nobody asks for them
+      this->multiply(coming, k_tile + other);
+      this->soften(s, scale_log2);
       Weights weights;
-      if constexpr (kAhead) {
-        finish_scores(s, position, span);
-        this->raise_maxima(s, scale_log2);
-        Scores coming;  // behind the last tile nobody asks for them
-        this->multiply(coming, k_tile + other);
-        this->soften(s, scale_log2);
-        this->pack_weights(s, weights);
+      this->pack_weights(s, weights);
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
+      for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-          for (int i = 0; i < kKeys / 2; ++i) s[m][i / 4][i % 4] = coming[m][i / 4][i % 4];
-        }
-      } else {
-        this->multiply(s, k_tile + own);
-        finish_scores(s, position, span);
-        this->raise_maxima(s, scale_log2);
-        this->soften(s, scale_log2);
-        this->pack_weights(s, weights);
+        for (int i = 0; i < kKeys / 2; ++i) s[m][i / 4][i % 4] = coming[m][i / 4][i % 4];
       }
       this->add_weights(weights);
       this->accumulate(weights, v_tile + own);
@@ -238,10 +217,10 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
     const Span span = {p.window ? max(0, first_position + 1 - p.window) : 0, last_position + 1,
                        p.window ? max(0, last_position + 1 - p.window) : 0, first_position + 1};
     this->copy_queries();
-    if constexpr (kStages == 1) {
-      walk(span, p.scale * kLog2e);
+    if constexpr (kAhead) {
+      walk_ahead(span, p.scale * kLog2e);
     } else {
-      walk_in_stages(span, p.scale * kLog2e);
+      walk(span, p.scale * kLog2e);
     }
     wait_copies();
     store();

@@ -14,8 +14,8 @@ struct PrefillTile {
   static constexpr PrefillShape kShape = prefill_shape(kDim, !kExtras && KV::kPaged && !KV::kNarrow);
   static constexpr int kQueries = kShape.queries;
   static constexpr int kKeys = kShape.keys;
-  static constexpr int kStages = KV::kNarrow ? 1 : kShape.stages;
-  static constexpr bool kAhead = kStages == 2 && kShape.ahead;
+  static constexpr bool kAhead = kShape.ahead;
+  static constexpr int kStages = kAhead ? 2 : 1;  // tiles of keys and of values in shared memory
   static constexpr int kRowTiles = kQueries / (16 * kPrefillWarps);  // m16 tiles of a warp
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kValueTiles = kDim / 8;
@@ -29,6 +29,7 @@ struct PrefillTile {
   static constexpr int kScalesAt = kSlotsAt + (kStages + 1) * kKeys * 4;
   static constexpr int kNarrowAt = kScalesAt + 4 * kKeys * 4;
   static constexpr int kSharedBytes = KV::kNarrow ? kNarrowAt + 2 * kKeys * kDim : kScalesAt;
+  static_assert(kSharedBytes <= 99 * 1024, "what the smallest of the supported devices gives a thread block");
   static_assert(kKeys * kUnits % kPrefillThreads == 0 && kQueries * kUnits % kPrefillThreads == 0, "whole copies");
 
   const AttentionParams& p;
@@ -41,8 +42,7 @@ struct PrefillTile {
   // The tile's place: first_position of its first row, first_token of position 0, whether or not that is a query.
   int head, kv_head, request, table_row, seq_len, first_position, first_token;
 
-  static constexpr bool kHoldQueries = kDim <= 64 && !kExtras;  // in registers
-  uint32_t queries[kHoldQueries ? kSteps : 1][kRowTiles][4];
+  uint32_t queries[kAhead ? kSteps : 1][kRowTiles][4];
   float out[kRowTiles][kValueTiles][4];
   float maximum[kRowTiles][2];
   float sum[kRowTiles][2];  // of rows g and g + 8, the same in the four lanes that share a row
@@ -224,8 +224,8 @@ struct PrefillTile {
     const uint32_t k_source = keys + ((lane / 16 * 8 + lane % 8) * kStride + lane / 8 % 2 * 8) * 2;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if constexpr (!kHoldQueries) load_queries(0, step);
-      const auto& a = queries[kHoldQueries ? step : 0];
+      if constexpr (!kAhead) load_queries(0, step);
+      const auto& a = queries[kAhead ? step : 0];
 #pragma unroll
       for (int n = 0; n < kKeyTiles; n += 2) {
         uint32_t b[4];
@@ -282,8 +282,8 @@ struct PrefillTile {
     }
   }
 
-  /// One step of the online softmax: first raise the maxima where a score exceeds them, then scores become weights. Maxima are kept as whole numbers in the log2 domain, so they
-  /// rise rarely and rescaling is exact.
+  /// The first half of a step of the online softmax: raise the maxima where a score exceeds them. They are kept as whole
+  /// numbers in the log2 domain, so they rise rarely and rescaling is exact.
   __device__ __forceinline__ void raise_maxima(const Scores& s, float scale_log2) {
     float top[kRowTiles][2];
     bool rises = false;
@@ -300,6 +300,7 @@ struct PrefillTile {
     }
     if (__any_sync(0xffffffffu, rises)) raise(top);
   }
+  /// The second half: scores become weights.
   __device__ __forceinline__ void soften(Scores& s, float scale_log2) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {

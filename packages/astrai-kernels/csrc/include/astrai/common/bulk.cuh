@@ -41,16 +41,6 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
 #endif
 }
 
-/// Arrive at the barrier that lies at this address in block `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int rank) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n\t.reg .b32 remote;\n\tmapa.shared::cluster.u32 remote, %0, %1;\n\t"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n\t}" ::"r"(barrier), "r"(rank)
-      : "memory");
-#endif
-}
-
 /// Wait until the phase of this parity has ended; the first phase has parity 0.
 __device__ __forceinline__ void barrier_await(uint32_t barrier, uint32_t parity) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -88,18 +78,6 @@ __device__ __forceinline__ void copy_box(uint32_t target, const TensorMap& map, 
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(target),
       "l"(&map), "r"(column), "r"(row), "r"(side), "r"(group), "r"(barrier), "l"(policy)
-      : "memory");
-#endif
-}
-
-/// As copy_box, into the blocks of the cluster whose bits `blocks` has: at the same addresses of each, counted by its barrier.
-__device__ __forceinline__ void copy_box_to(uint32_t blocks, uint32_t target, const TensorMap& map, int column, int row,
-                                            uint32_t barrier, uint64_t policy) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-      "[%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(target),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>(blocks)), "l"(policy)
       : "memory");
 #endif
 }

@@ -25,25 +25,6 @@ struct RmsNormParams {
   float eps;
 };
 
-/// add_rms_norm behind a product whose K is cut into slices: see fused/partial_norm.cuh. Strides in elements.
-struct PartialNormParams {
-  const float* parts;  // [slices, rows, hidden]
-  int64_t slice_stride;
-  int64_t row_stride;
-  const void* residual;  // [rows, hidden]
-  int64_t residual_stride;
-  void* out;  // [rows, hidden]; may be the residual itself
-  int64_t out_stride;
-  void* residual_out;  // [rows, hidden]; may be the residual itself
-  int64_t residual_out_stride;
-  const void* weight;  // [hidden]; nothing may write it meanwhile
-  int64_t rows;
-  int hidden;
-  int slices;
-  float eps;
-  bool overlap;  // the residual may be read before pdl_wait(): see there
-};
-
 /// qkv_norm_rope_write: see fused/qkv.cuh. Strides in elements; a pool's element (slot, head, d) is at
 /// slot * slot_stride + head * head_stride + d.
 struct QkvParams {

@@ -20,62 +20,6 @@
 
 namespace astrai {
 
-/// What turns one octet of a head: for element i, the cosine and the sine with the sign that turn() wants.
-struct OctetAngles {
-  float cos[kOctet];
-  float sin[kOctet];
-};
-
-/// Angles of the octet that starts at `begin`; elements from rotary_dim on get an angle of zero and are not to be used.
-template <bool kAligned>
-__device__ __forceinline__ OctetAngles load_angles(const QkvParams& params, int64_t position, int begin) {
-  OctetAngles angles;
-  const int half = params.rotary_dim / 2;
-  if (position < 0 || position >= params.max_pos) {
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) angles.cos[i] = angles.sin[i] = __uint_as_float(kNotANumber);
-    return angles;
-  }
-  const float* cos = params.cos + position * params.cos_stride;
-  const float* sin = params.sin + position * params.sin_stride;
-  if constexpr (kAligned) {
-    if (params.interleaved) {
-      const uint4 c = load_readonly(reinterpret_cast<const uint4*>(cos + begin / 2));
-      const uint4 s = load_readonly(reinterpret_cast<const uint4*>(sin + begin / 2));
-      const uint32_t c_word[4] = {c.x, c.y, c.z, c.w};
-      const uint32_t s_word[4] = {s.x, s.y, s.z, s.w};
-#pragma unroll
-      for (int i = 0; i < kOctet; ++i) {
-        angles.cos[i] = __uint_as_float(c_word[i / 2]);
-        angles.sin[i] = i % 2 ? __uint_as_float(s_word[i / 2]) : -__uint_as_float(s_word[i / 2]);
-      }
-    } else {
-      const int pair = begin < half ? begin : begin - half;
-      unpack(load_octet<true, true>(cos + pair, kOctet), angles.cos);
-      unpack(load_octet<true, true>(sin + pair, kOctet), angles.sin);
-      if (begin < half) {
-#pragma unroll
-        for (int i = 0; i < kOctet; ++i) angles.sin[i] = -angles.sin[i];
-      }
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) {
-      const int d = begin + i;
-      angles.cos[i] = 1.0f;
-      angles.sin[i] = 0.0f;
-      if (d < params.rotary_dim) {
-        const int pair = params.interleaved ? d / 2 : d < half ? d : d - half;
-        const bool is_first = params.interleaved ? d % 2 == 0 : d < half;
-        const float s = __uint_as_float(load_readonly(reinterpret_cast<const uint32_t*>(sin + pair)));
-        angles.cos[i] = __uint_as_float(load_readonly(reinterpret_cast<const uint32_t*>(cos + pair)));
-        angles.sin[i] = is_first ? -s : s;
-      }
-    }
-  }
-  return angles;
-}
-
 /// kTeam: neighbouring lanes that share a head, an octet each (rms_norm_shape: the reduction contract).
 /// kHeads: heads of a token per team, `groups` apart.
 /// kAligned: every octet starts at a 16-byte boundary and is whole, and so is each half of the rotated part.
@@ -235,24 +179,6 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_kernel(const QkvParams params
   CASE(T, 32, 1, false)
 
 #ifndef __CUDACC_RTC__
-
-inline bool qkv_is_aligned(const QkvParams& params, std::size_t bytes) {
-  const int64_t elements = static_cast<int64_t>(16 / bytes);
-  const bool wide = params.k_scale == nullptr;
-  // A pool's octets are stored as 16 bytes, or as 8 bytes of e4m3.
-  const std::size_t pool_alignment = wide ? 16 : 8;
-  const int64_t pool_elements = wide ? elements : 8;
-  const bool tables = params.cos == nullptr || (is_aligned(params.cos, 16) && is_aligned(params.sin, 16) &&
-                                                params.cos_stride % 4 == 0 && params.sin_stride % 4 == 0 &&
-                                                params.rotary_dim % (params.interleaved ? kOctet : 2 * kOctet) == 0);
-  return tables && params.head_dim % kOctet == 0 && is_aligned(params.qkv, 16) && is_aligned(params.q, 16) &&
-         is_aligned(params.q_norm, 16) && is_aligned(params.k_norm, 16) &&
-         is_aligned(params.k_buffer, pool_alignment) && is_aligned(params.v_buffer, pool_alignment) &&
-         (params.tokens <= 1 || (params.qkv_stride % elements == 0 && params.q_token_stride % elements == 0)) &&
-         params.q_head_stride % elements == 0 && params.k_slot_stride % pool_elements == 0 &&
-         params.k_head_stride % pool_elements == 0 && params.v_slot_stride % pool_elements == 0 &&
-         params.v_head_stride % pool_elements == 0;
-}
 
 template <typename T>
 cudaError_t launch_qkv(const QkvParams& params, cudaStream_t stream) {

@@ -4,11 +4,12 @@
 // slice of K in rising chunks of 16 k, one mma.m16n8k16 each. `slices` and their bounds follow from the weight's shape
 // alone (linear_slices), so that a row's bits depend on that row and the weight, whatever kernel the number of rows picks.
 // It holds where params.fixed_order asks for it (up to kContractRows rows; beyond, tiled.cuh does), and always for up to
-// kNarrowRows. Elsewhere a block of the wide kernel sums all that it has in one go.
+// kNarrowRows. Elsewhere a block of the wide kernel sums all that it has in one go, or stream.cuh takes its place.
 #pragma once
 
 #include "astrai/linear/derive.cuh"
 #include "astrai/linear/narrow.cuh"
+#include "astrai/linear/stream_launch.cuh"
 #include "astrai/linear/wide.cuh"
 
 // Every instance there is, most wanted first: the dispatcher takes the first that may have the rows, whose conditions
@@ -144,7 +145,7 @@ bool wide_suits(const LinearParams& params, const LinearDevice& device) {
 }
 
 template <typename T>
-cudaError_t launch_linear(LinearParams params, cudaStream_t stream) {
+cudaError_t launch_linear(LinearParams params, DType dtype, cudaStream_t stream) {
   LinearDevice device = {};
   const cudaError_t status = linear_device(&device);
   if (status != cudaSuccess) return status;
@@ -160,6 +161,10 @@ cudaError_t launch_linear(LinearParams params, cudaStream_t stream) {
   ASTRAI_LINEAR_NARROW_CASES(ASTRAI_CASE, T)
 #undef ASTRAI_CASE
   params.release_early = true;
+  if (params.rows >= kStreamLeastRows && !params.fixed_order) {
+    const cudaError_t launched = launch_linear_stream<T>(params, device, dtype, stream);
+    if (launched != cudaErrorInvalidValue) return launched;
+  }
 #define ASTRAI_CASE(T_, ROW_TILES, DOWN, ACROSS, TILES, STAGES, SUM_ROWS, GROUPS, BLOCKS, LEAST_TILES)     \
   if (linear_tiles(params, 16 * TILES * DOWN) >= LEAST_TILES &&                                            \
       wide_suits<WideShape<ROW_TILES, DOWN, ACROSS, TILES, STAGES, SUM_ROWS>>(params, device)) {           \
@@ -178,9 +183,9 @@ inline cudaError_t linear(LinearParams params, DType dtype, cudaStream_t stream)
   derive(params);
   switch (dtype) {
     case DType::kFloat16:
-      return launch_linear<float16>(params, stream);
+      return launch_linear<float16>(params, dtype, stream);
     case DType::kBFloat16:
-      return launch_linear<bfloat16>(params, stream);
+      return launch_linear<bfloat16>(params, dtype, stream);
     case DType::kFloat32:
       break;
   }

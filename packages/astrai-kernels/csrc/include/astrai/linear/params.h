@@ -8,6 +8,8 @@ namespace astrai {
 constexpr int kContractRows = 64;    // for up to these, the streaming kernels can obey the reduction contract
 constexpr int kLinearFewRows = 128;  // for up to these, kernels that stream the weight past all rows
 constexpr int kNarrowRows = 16;  // for up to these there is the narrow kernel
+constexpr int kStreamLeastRows = 17;  // from these on there is linear/stream.cuh, on compute capability 9.0
+constexpr int kStreamFewRows = 32;    // up to these it takes what needs no slices
 constexpr int kLinearMostSlices = 8;
 constexpr int kLinearQuad = 4;   // output features that a thread of the streaming kernels finishes together
 constexpr int kLinearStep = 64;  // k that one pipeline stage holds: 128 bytes of a row

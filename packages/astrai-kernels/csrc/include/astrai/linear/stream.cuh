@@ -3,14 +3,17 @@
 // One warp keeps a ring of stages full, each of 64 k of a tile of the weight and of all rows of x; the others wait for a
 // stage, multiply and hand it back, so that no thread spends instructions on addresses and nobody waits for everybody.
 // Rows of x are the M operand (64 a warpgroup), output features the N operand, whose width is free: tiles and slices of K
-// are chosen so that every multiprocessor has work. The slices of a tile belong to the blocks of a cluster, which leave
-// their sums in the order of the fragments and add them in the order of the slices: the result does not depend on timing.
+// are chosen so that every multiprocessor has work (stream_launch.cuh).
+//
+// The slices of a tile belong to the blocks of a cluster, which leave their sums in the order of the fragments and add them
+// in the order of the slices, a share each: the result does not depend on timing. (Pushing the sums, 16 bytes a thread and
+// instruction, took 0.9 us more: a barrier that counts bytes takes every such store by itself.)
+//
+// Where a block has several tiles (kSets == 2), two sets of warpgroups take turns: one multiplies while the other finishes
+// and stores.
 //
 // With swiglu eight gate rows of the weight take turns with the eight up rows of the same features (a dimension of the
 // tensor map), which puts both into one thread.
-//
-// Where there are tiles enough without slices, two blocks of a cluster (kPair) take neighbouring tiles: each brings half of
-// the rows of x, to both, which saves L2 a third of its reads at 128 rows and a width of 128.
 //
 // This is none of the kernels that obey the reduction contract (linear.cuh): it has no fixed slices.
 #pragma once
@@ -25,97 +28,97 @@
 
 namespace astrai {
 
-/// kWidth: weight rows of a tile. kGroups: warpgroups, 64 rows of x each.
-template <int kWidth, int kGroups, int kStages>
+constexpr int kStreamMostSlices = 5;  // six took an H200 longer, whatever the shape
+
+/// kWidth: weight rows of a tile. kGroups: warpgroups of a set, 64 rows of x each.
+template <int kWidth, int kGroups, int kSets, int kStages>
 struct StreamShape {
   static_assert(kWidth % 32 == 0 && kWidth <= 256, "widths that wgmma.cuh has");
+  static_assert(kSets == 1 || kSets == 2, "sets take turns");
   static constexpr int kRows = 64 * kGroups;
-  static constexpr int kWarps = 4 * kGroups;  // that multiply
-  static constexpr int kThreads = 32 * kWarps + 32;
+  static constexpr int kWarps = 4 * kGroups;  // of a set
+  static constexpr int kThreads = 32 * kWarps * kSets + 32;
+  static constexpr int kPairs = kWidth / 16;  // of neighbouring tiles of 8 features: what one thread finishes together
   static constexpr int kWeightBytes = kWidth * kStepBytes;
   static constexpr int kStageBytes = kWeightBytes + kRows * kStepBytes;
-  static constexpr int kSumBytes = kWidth * kRows * 4;  // in place of the ring, when it has been read
-  static constexpr int kRingBytes = kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes;
+  static constexpr int kRingBytes = kStages * kStageBytes;
   static constexpr int kSharedBytes = kRingBytes + 2 * kStages * 8;
-  static constexpr int kBlocks = kSharedBytes <= 115 * 1024 ? 2 : 1;  // of a multiprocessor
+  static constexpr bool kShares = kSets == 1;  // a tile's slices may belong to several blocks
+  static_assert(!kShares || kWidth * kRows * 4 <= kRingBytes, "sums take the ring's place when it has been read");
 };
 
-template <typename T, int kWidth, int kGroups, int kStages, bool kPair>
+template <typename T, int kWidth, int kGroups, int kSets, int kStages>
 struct LinearStream {
-  using Shape = StreamShape<kWidth, kGroups, kStages>;
-  static constexpr int kPairs = kWidth / 16;  // of neighbouring tiles of 8 features: what one thread finishes together
+  using Shape = StreamShape<kWidth, kGroups, kSets, kStages>;
+  static constexpr int kPairs = Shape::kPairs;
   using Sums = float[kWidth / 8][4];
 
   const LinearParams& p;
   uint32_t ring, full, empty;  // shared-memory addresses; a barrier each for every stage
-  int warp, lane;
+  int set, warp, lane;                         // warp: of the set
   int outputs, tiles, first_tile, tile_stride;  // of this block
   int rank, first_step, steps;                  // its slice of K
-  int side;                                     // kPair: 0 or 1 of the pair. A pair goes on while the first has a tile.
 
   __device__ __forceinline__ LinearStream(const LinearParams& params, void* memory)
       : p(params), ring(shared_address(memory)), full(ring + Shape::kRingBytes), empty(full + 8 * kStages),
-        warp(__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0)),
         lane(static_cast<int>(threadIdx.x) % 32), outputs(params.swiglu ? kWidth / 2 : kWidth),
         tiles((params.features + outputs - 1) / outputs), first_tile(static_cast<int>(blockIdx.x) / params.cluster),
         tile_stride(static_cast<int>(gridDim.x) / params.cluster), rank(static_cast<int>(blockIdx.x) % params.cluster),
         first_step(rank * params.slice_steps),
-        steps(min(params.slice_steps, (params.depth + kLinearStep - 1) / kLinearStep - first_step)),
-        side(kPair ? static_cast<int>(blockIdx.x) % 2 : 0) {}
+        steps(min(params.slice_steps, (params.depth + kLinearStep - 1) / kLinearStep - first_step)) {
+    const int index = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
+    set = index / Shape::kWarps;
+    warp = index % Shape::kWarps;
+  }
 
-  __device__ __forceinline__ bool is_over(int tile) const { return tile - side >= tiles; }
-
+  /// A place in the ring's sequence of stages.
   struct Cursor {
-    int tile, step, slot;
+    int slot;
+    uint32_t parity;
+    __device__ __forceinline__ void advance(int count) {
+      slot += count;
+      while (slot >= kStages) {
+        slot -= kStages;
+        parity ^= 1;
+      }
+    }
   };
-  __device__ __forceinline__ void advance(Cursor& at) const {
-    at.slot = at.slot + 1 == kStages ? 0 : at.slot + 1;
-    if (++at.step < steps) return;
-    at.step = 0;
-    at.tile += tile_stride;
-  }
 
-  __device__ __forceinline__ void copy_weight(const TensorMap& map, const Cursor& at) const {
-    const uint32_t target = ring + at.slot * Shape::kStageBytes;
-    const int k = (first_step + at.step) * kLinearStep;
-    barrier_expect(full + 8 * at.slot, Shape::kStageBytes);
+  __device__ __forceinline__ void copy_weight(const TensorMap& map, int tile, int step, int slot) const {
+    const uint32_t target = ring + slot * Shape::kStageBytes;
+    const int k = (first_step + step) * kLinearStep;
+    barrier_expect(full + 8 * slot, Shape::kWeightBytes + p.rows * kStepBytes);
     if (p.swiglu) {
-      copy_box(target, map, k, 0, 0, at.tile * kPairs, full + 8 * at.slot, kReadOnce);
+      copy_box(target, map, k, 0, 0, tile * kPairs, full + 8 * slot, kReadOnce);
     } else {
-      copy_box(target, map, k, at.tile * kWidth, full + 8 * at.slot, kReadOnce);
+      copy_box(target, map, k, tile * kWidth, full + 8 * slot, kReadOnce);
     }
   }
-  __device__ __forceinline__ void copy_x(const TensorMap& map, const Cursor& at) const {
-    const uint32_t target = ring + at.slot * Shape::kStageBytes + Shape::kWeightBytes;
-    const int k = (first_step + at.step) * kLinearStep;
-    if constexpr (kPair) {
-      constexpr int kHalf = Shape::kRows / 2;
-      copy_box_to(3, target + side * kHalf * kStepBytes, map, k, side * kHalf, full + 8 * at.slot, kReadAgain);
-    } else {
-      copy_box(target, map, k, 0, full + 8 * at.slot, kReadAgain);
-    }
-  }
-  /// A warp has read a stage: who fills it anew must know, with kPair both.
-  __device__ __forceinline__ void hand_back(int slot) const {
-    if (kPair && lane < 2) barrier_arrive_at(empty + 8 * slot, lane);
-    if (!kPair && lane == 0) barrier_arrive(empty + 8 * slot);
+  /// Rows that x does not have stay as they are: a row of sums depends on its own row alone.
+  __device__ __forceinline__ void copy_x(const TensorMap& map, int step, int slot) const {
+    const uint32_t target = ring + slot * Shape::kStageBytes + Shape::kWeightBytes;
+    copy_box(target, map, (first_step + step) * kLinearStep, 0, full + 8 * slot, kReadAgain);
   }
 
   /// One thread: keep the ring full. Weights begin before the kernel ahead has ended.
   __device__ __forceinline__ void produce(const TensorMap& weight_map, const TensorMap& x_map) const {
     prefetch_map(weight_map);
     prefetch_map(x_map);
-    Cursor at = {first_tile, 0, 0};
-    Cursor of_x = at;
-    int filled = 0;
-    for (; filled < kStages && !is_over(at.tile); ++filled, advance(at)) copy_weight(weight_map, at);
+    const int total = (tiles - first_tile + tile_stride - 1) / tile_stride * steps;
+    const int ahead = min(total, kStages);
+    for (int i = 0; i < ahead; ++i) copy_weight(weight_map, first_tile + i / steps * tile_stride, i % steps, i);
     pdl_wait();
-    for (int i = 0; i < filled; ++i, advance(of_x)) copy_x(x_map, of_x);
-    for (uint32_t parity = 0; !is_over(at.tile); advance(at)) {
-      barrier_await(empty + 8 * at.slot, parity);
-      copy_weight(weight_map, at);
-      copy_x(x_map, at);
-      if (at.slot == kStages - 1) parity ^= 1;
+    for (int i = 0; i < ahead; ++i) copy_x(x_map, i % steps, i);
+    Cursor at = {0, 0u};
+    int tile = first_tile + ahead / steps * tile_stride, step = ahead % steps;
+    for (int i = ahead; i < total; ++i, at.advance(1)) {
+      barrier_await(empty + 8 * at.slot, at.parity);
+      copy_weight(weight_map, tile, step, at.slot);
+      copy_x(x_map, step, at.slot);
+      if (++step == steps) {
+        step = 0;
+        tile += tile_stride;
+      }
     }
   }
 
@@ -129,7 +132,7 @@ struct LinearStream {
     if (row + 8 < p.rows) quad.word[1] = load_pair(source + 8 * p.residual_stride, count, p.pairs_aligned);
     return quad;
   }
-  /// Where the sums of a thread lie: the first of two neighbouring features, and the row, of tile `half` of a pair.
+  /// Where the sums of a thread lie: the first of two neighbouring features of tile `half` of a pair, and the row.
   __device__ __forceinline__ int feature_of(int tile, int pair, int half) const {
     return tile * outputs + pair * (p.swiglu ? 8 : 16) + half * 8 + lane % 4 * 2;
   }
@@ -165,15 +168,19 @@ struct LinearStream {
   }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  /// The sums of one tile over this block's slice; `parity` and `slot` say where the ring stands.
-  __device__ __forceinline__ void multiply(Sums& sum, int& slot, uint32_t& parity) const {
+  __device__ __forceinline__ void hand_back(int slot) const {
+    if (lane == 0) barrier_arrive(empty + 8 * slot);
+  }
+
+  /// The sums of one tile over this block's slice.
+  __device__ __forceinline__ void multiply(Sums& sum, Cursor& at) const {
 #pragma unroll
     for (int i = 0; i < kWidth / 2; ++i) sum[i / 4][i % 4] = 0.0f;
-    int before = slot;
+    int before = at.slot;
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
-      barrier_await(full + 8 * slot, parity);
-      const uint32_t stage = ring + slot * Shape::kStageBytes;
+      barrier_await(full + 8 * at.slot, at.parity);
+      const uint32_t stage = ring + at.slot * Shape::kStageBytes;
       const uint64_t of_rows = matrix_descriptor(stage + Shape::kWeightBytes + warp / 4 * 64 * kStepBytes);
       const uint64_t of_weight = matrix_descriptor(stage);
       wgmma_fence();
@@ -182,20 +189,21 @@ struct LinearStream {
       wgmma_commit();
       wgmma_leave<1>();
       if (step > 0) hand_back(before);  // its products have ended
-      before = slot;
-      if (++slot == kStages) {
-        slot = 0;
-        parity ^= 1;
-      }
+      before = at.slot;
+      at.advance(1);
     }
     wgmma_wait(sum);
     hand_back(before);
   }
 #endif
 
-  /// A block by itself: its sums are whole. Residuals are fetched some pairs at a time, as registers allow.
+  /// Warps of a set that have rows of x. The others leave theirs alone: a division of what is no number takes long.
+  __device__ __forceinline__ int warps_with_rows() const { return (p.rows + 15) / 16; }
+
+  /// A tile whose sums are whole. Residuals are fetched some pairs at a time, as registers allow.
   __device__ __forceinline__ void finish_own(Sums& sum, int tile) const {
-    constexpr int kAtOnce = 2;
+    if (warp >= warps_with_rows()) return;
+    constexpr int kAtOnce = kSets == 1 ? 2 : 1;
 #pragma unroll
     for (int first = 0; first < kPairs; first += kAtOnce) {
       Quad residual[kAtOnce][2];
@@ -219,36 +227,34 @@ struct LinearStream {
   }
   /// Leave the sums where the cluster's other blocks find them. The ring has been read by all of this block.
   __device__ __forceinline__ void leave_sums(const Sums& sum) const {
+    if (warp >= warps_with_rows()) return;
 #pragma unroll
     for (int i = 0; i < kWidth / 8; ++i) {
       store_sums(sums_at(warp, i), make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]));
     }
   }
-  /// Every pair of tiles of every warp is an item; the cluster's blocks share them out.
+  /// Every pair of tiles of every warp with rows is an item; the cluster's blocks share them out.
   __device__ __forceinline__ void finish_shared(int tile) const {
-    for (int item = rank + p.cluster * warp; item < kPairs * Shape::kWarps; item += p.cluster * Shape::kWarps) {
-      const int pair = item / Shape::kWarps;
-      const int owner = item % Shape::kWarps;
+    const int owners = warps_with_rows();
+    for (int item = rank + p.cluster * warp; item < kPairs * owners; item += p.cluster * Shape::kWarps) {
+      const int pair = item / owners;
+      const int owner = item % owners;
       Quad residual[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) residual[half] = residual_at(row_of(owner), feature_of(tile, pair, half));
+      float4 part[kStreamMostSlices][2];
+#pragma unroll
+      for (int slice = 0; slice < kStreamMostSlices; ++slice) {
+        if (slice >= p.cluster) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) part[slice][half] = load_cluster(sums_at(owner, 2 * pair + half), slice);
+      }
       float total[2][kLinearQuad] = {};
-      constexpr int kAtOnce = 4;  // slices whose sums are under way together
-#pragma unroll 1
-      for (int first = 0; first < p.cluster; first += kAtOnce) {
-        float4 part[kAtOnce][2];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (first + i >= p.cluster) break;
+      for (int slice = 0; slice < kStreamMostSlices; ++slice) {
+        if (slice >= p.cluster) break;
 #pragma unroll
-          for (int half = 0; half < 2; ++half) part[i][half] = load_cluster(sums_at(owner, 2 * pair + half), first + i);
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (first + i >= p.cluster) break;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) add_quad(total[half], part[i][half], first + i == 0);
-        }
+        for (int half = 0; half < 2; ++half) add_quad(total[half], part[slice][half], slice == 0);
       }
       finish(tile, owner, pair, total, residual);
     }
@@ -259,53 +265,54 @@ struct LinearStream {
                  "f"(value.w)
                  : "memory");
   }
-  /// Of the warps that multiply.
+  /// Of the warps that multiply, where they are one set.
   static __device__ __forceinline__ void join_groups() {
     asm volatile("bar.sync 1, %0;" ::"n"(32 * Shape::kWarps) : "memory");
   }
+
+  /// The two sets wait for each other: `multiply` of one begins when that of the other has ended.
+  __device__ __forceinline__ void await_turn() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + set), "n"(2 * 32 * Shape::kWarps) : "memory");
+  }
+  __device__ __forceinline__ void give_turn() const {
+    asm volatile("bar.arrive %0, %1;" ::"r"(2 - set), "n"(2 * 32 * Shape::kWarps) : "memory");
+  }
 };
 
-/// A cluster takes one tile, or with kPair two at a time; a block by itself takes every gridDim.x-th.
-template <typename T, int kWidth, int kGroups, int kStages, bool kPair>
-__global__ void __launch_bounds__(StreamShape<kWidth, kGroups, kStages>::kThreads,
-                                  StreamShape<kWidth, kGroups, kStages>::kBlocks)
+/// A cluster takes one tile; a block by itself takes every gridDim.x-th.
+template <typename T, int kWidth, int kGroups, int kSets, int kStages>
+__global__ void __launch_bounds__(StreamShape<kWidth, kGroups, kSets, kStages>::kThreads, 1)
     linear_stream_kernel(const LinearParams params, const __grid_constant__ TensorMap weight_map,
                          const __grid_constant__ TensorMap x_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Kernel = LinearStream<T, kWidth, kGroups, kStages, kPair>;
+  using Kernel = LinearStream<T, kWidth, kGroups, kSets, kStages>;
   using Shape = typename Kernel::Shape;
   extern __shared__ __align__(1024) uint4 stream_pool[];
   const Kernel kernel(params, stream_pool);
+  const bool shares = Shape::kShares && params.cluster > 1;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(kernel.full + 8 * i, 1);
-      barrier_init(kernel.empty + 8 * i, kPair ? 2 * Shape::kWarps : Shape::kWarps);
+      barrier_init(kernel.empty + 8 * i, Shape::kWarps);
     }
     barrier_publish();
   }
-  if constexpr (kPair) {
-    cluster_barrier();  // the other's barriers are there before anything is sent to them
-  } else {
-    __syncthreads();
-  }
-  if (params.release_early) pdl_release();
-  if (kernel.warp == Shape::kWarps) {
+  __syncthreads();
+  pdl_release();  // before the wait, as in the narrow kernel: the successor's blocks take each multiprocessor that is done
+  if (kernel.set == kSets) {
     if (kernel.lane == 0) kernel.produce(weight_map, x_map);
     __syncwarp();
-    if (kPair) cluster_barrier();
-    if (!kPair && params.cluster > 1) {
+    if (shares) {
       cluster_barrier();
       cluster_barrier();
     }
     return;
   }
   pdl_wait();
-  if (!params.release_early) pdl_release();
   typename Kernel::Sums sum;
-  int slot = 0;
-  uint32_t parity = 0;
-  if (!kPair && params.cluster > 1) {
-    kernel.multiply(sum, slot, parity);
+  typename Kernel::Cursor at = {0, 0u};
+  if (shares) {
+    kernel.multiply(sum, at);
     Kernel::join_groups();
     kernel.leave_sums(sum);
     cluster_barrier();
@@ -313,11 +320,17 @@ __global__ void __launch_bounds__(StreamShape<kWidth, kGroups, kStages>::kThread
     cluster_barrier();  // before this block's shared memory goes, everybody must have read it
     return;
   }
-  for (int tile = kernel.first_tile; !kernel.is_over(tile); tile += kernel.tile_stride) {
-    kernel.multiply(sum, slot, parity);
+  if (kSets == 2 && kernel.set == 1) at.advance(kernel.steps);
+  for (int turn = kernel.set;; turn += kSets) {
+    const int tile = kernel.first_tile + turn * kernel.tile_stride;
+    if (tile >= kernel.tiles) return;
+    // A barrier's parity tells one use of a stage from the next only, so nobody looks at stages before their turn.
+    if (kSets == 2 && turn > 0) kernel.await_turn();
+    kernel.multiply(sum, at);
+    if (kSets == 2 && tile + kernel.tile_stride < kernel.tiles) kernel.give_turn();
+    if (kSets == 2) at.advance(kernel.steps);
     kernel.finish_own(sum, tile);
   }
-  if (kPair) cluster_barrier();  // the other block may still send and arrive here
 #elif defined(__CUDA_ARCH__)
   asm volatile("trap;");  // launched by a build that has no code for 9.0a
 #endif

@@ -1,42 +1,80 @@
 // Launching linear/stream.cuh: its instances, descriptors for the copy engine, and which instance a shape gets.
-//
-// Not yet where `linear` sends anything: the kernel waits for its measurement.
 #pragma once
 
 #include "astrai/linear/stream.cuh"
 
-// Every instance there is, as CASE(T, kWidth, kGroups, kStages); stages as two blocks a multiprocessor allow, or one of 256.
+// Every instance there is, as CASE(T, kWidth, kGroups, kSets, kStages): the most stages that a multiprocessor has room for.
+// Narrow tiles share K among blocks where there are fewer tiles than multiprocessors; the others are for larger weights.
 #define ASTRAI_LINEAR_STREAM_CASES(CASE, T) \
-  CASE(T, 64, 1, 6)                         \
-  CASE(T, 96, 1, 5)                         \
-  CASE(T, 128, 1, 4)                        \
-  CASE(T, 256, 1, 5)                        \
-  CASE(T, 64, 2, 4)                         \
-  CASE(T, 96, 2, 4)                         \
-  CASE(T, 128, 2, 3)                        \
-  CASE(T, 256, 2, 4)
+  CASE(T, 64, 1, 1, 12)                     \
+  CASE(T, 64, 2, 1, 8)                      \
+  CASE(T, 128, 1, 2, 8)                     \
+  CASE(T, 128, 2, 2, 6)
 
 #ifndef __CUDACC_RTC__
+
+#include <atomic>
 
 #include "astrai/linear/tensor_map.h"
 
 namespace astrai {
 
-/// Whether the kernel can run these parameters: the copy engine wants whole groups of eight gate rows.
-template <int kWidth, int kGroups, int kStages>
-bool stream_suits(const LinearParams& params, const LinearDevice& device) {
-  using Shape = StreamShape<kWidth, kGroups, kStages>;
-  return device.major == 9 && params.rows <= Shape::kRows && params.norm_weight == nullptr &&
-         (!params.swiglu || params.features % kOctet == 0) && Shape::kSharedBytes <= device.shared_bytes - 1024;
+template <typename T, int kWidth, int kGroups, int kSets, int kStages>
+cudaLaunchConfig_t stream_config(int slices, int blocks, cudaLaunchAttribute (&attributes)[2], cudaStream_t stream) {
+  using Shape = StreamShape<kWidth, kGroups, kSets, kStages>;
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = static_cast<unsigned int>(slices);
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned int>(blocks));
+  config.blockDim = dim3(Shape::kThreads);
+  config.dynamicSmemBytes = static_cast<std::size_t>(Shape::kSharedBytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = slices > 1 ? 2 : 1;
+  return config;
 }
 
-/// `slices`: blocks that share a tile, at most kLinearMostSlices; with several, as many clusters as tiles are launched.
-/// kPair takes one slice.
-template <typename T, int kWidth, int kGroups, int kStages, bool kPair = false>
+/// Clusters of `slices` blocks that run at once: fewer than blocks / slices, since a cluster lies within a group of
+/// multiprocessors and groups differ in size. 128 blocks in clusters of 4 took an H200 two rounds, 96 one.
+template <typename T, int kWidth, int kGroups, int kSets, int kStages>
+int stream_clusters(const LinearDevice& device, int slices) {
+  if (slices == 1) return device.multiprocessors;
+  static std::atomic<int> found[kStreamMostSlices + 1];  // 0: not asked yet; by the first device that asks
+  int clusters = found[slices].load(std::memory_order_relaxed);
+  if (clusters == 0) {
+    const auto kernel = linear_stream_kernel<T, kWidth, kGroups, kSets, kStages>;
+    cudaLaunchAttribute attributes[2] = {};
+    const cudaLaunchConfig_t config =
+        stream_config<T, kWidth, kGroups, kSets, kStages>(slices, device.multiprocessors * slices, attributes, nullptr);
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(config.dynamicSmemBytes)) != cudaSuccess ||
+        cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+      clusters = 0;
+      cudaGetLastError();
+    }
+    found[slices].store(clusters == 0 ? -1 : clusters, std::memory_order_relaxed);
+  }
+  return clusters;
+}
+
+/// Whether the kernel can run these parameters: the copy engine wants whole groups of eight gate rows.
+template <int kWidth, int kGroups, int kSets, int kStages>
+bool stream_suits(const LinearParams& params, const LinearDevice& device, int slices) {
+  using Shape = StreamShape<kWidth, kGroups, kSets, kStages>;
+  const int steps = (params.depth + kLinearStep - 1) / kLinearStep;
+  return device.major == 9 && params.rows <= Shape::kRows && params.norm_weight == nullptr &&
+         (!params.swiglu || params.features % kOctet == 0) && slices <= (Shape::kShares ? kStreamMostSlices : 1) &&
+         steps >= slices && Shape::kSharedBytes <= device.shared_bytes;
+}
+
+/// `slices`: blocks that share a tile, at most kStreamMostSlices; with several, as many clusters as tiles are launched.
+template <typename T, int kWidth, int kGroups, int kSets, int kStages>
 cudaError_t launch_linear_stream(LinearParams params, const LinearDevice& device, int slices, DType dtype,
                                  cudaStream_t stream) {
-  using Shape = StreamShape<kWidth, kGroups, kStages>;
-  if (kPair && slices != 1) return cudaErrorInvalidValue;
   const int steps = (params.depth + kLinearStep - 1) / kLinearStep;
   params.slice_steps = (steps + slices - 1) / slices;
   params.cluster = (steps + params.slice_steps - 1) / params.slice_steps;  // no slice is empty
@@ -53,79 +91,53 @@ cudaError_t launch_linear_stream(LinearParams params, const LinearDevice& device
     status = encode_map<2>(&weight_map, dtype, params.weight, {depth, features}, {row_bytes}, {kLinearStep, kWidth});
   }
   if (status != cudaSuccess) return status;
-  status = encode_map<2>(&x_map, dtype, params.x, {depth, static_cast<uint64_t>(params.rows)},
-                         {static_cast<uint64_t>(params.x_stride) * sizeof(T)}, {kLinearStep, kPair ? Shape::kRows / 2 : Shape::kRows});
+  // As many rows as there are: an H200 took up to a fifth longer for boxes that reach beyond the tensor.
+  const uint64_t rows = static_cast<uint64_t>(params.rows);
+  status = encode_map<2>(&x_map, dtype, params.x, {depth, rows}, {static_cast<uint64_t>(params.x_stride) * sizeof(T)},
+                         {kLinearStep, static_cast<uint32_t>(params.rows)});
   if (status != cudaSuccess) return status;
 
-  const auto kernel = linear_stream_kernel<T, kWidth, kGroups, kStages, kPair>;
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes);
-  if (status != cudaSuccess) return status;
+  const auto kernel = linear_stream_kernel<T, kWidth, kGroups, kSets, kStages>;
   const int tiles = linear_tiles(params, kWidth);
-  const int resident = device.multiprocessors * Shape::kBlocks;
-  const int single = tiles < resident ? tiles : resident;
-  const int blocks = params.cluster > 1 ? tiles * params.cluster : kPair ? (single + 1) / 2 * 2 : single;
-  const int cluster = kPair ? 2 : params.cluster;
-
+  const int blocks = params.cluster > 1 ? tiles * params.cluster : tiles < device.multiprocessors ? tiles : device.multiprocessors;
   cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = static_cast<unsigned int>(cluster);
-  attributes[1].val.clusterDim.y = 1;
-  attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned int>(blocks));
-  config.blockDim = dim3(Shape::kThreads);
-  config.dynamicSmemBytes = static_cast<std::size_t>(Shape::kSharedBytes);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = cluster > 1 ? 2 : 1;
+  const cudaLaunchConfig_t config =
+      stream_config<T, kWidth, kGroups, kSets, kStages>(params.cluster, blocks, attributes, stream);
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(config.dynamicSmemBytes));
+  if (status != cudaSuccess) return status;
   return cudaLaunchKernelEx(&config, kernel, static_cast<const LinearParams>(params),
                             static_cast<const TensorMap>(weight_map), static_cast<const TensorMap>(x_map));
 }
 
-/// What a launch is expected to take, in nanoseconds: the bytes that pass into the busiest multiprocessor, or those of the
-/// weight from memory, and what sharing a tile costs. The constants are estimates for an H200, not yet fitted.
-struct StreamCost {
-  static constexpr double kStart = 2000.0, kMerge = 700.0;
-  static constexpr double kIntoMultiprocessor = 48.0, kFromMemory = 4200.0, kBetweenBlocks = 30.0;  // bytes a nanosecond
-};
-template <int kWidth, int kGroups, int kStages>
-double stream_cost(const LinearParams& params, const LinearDevice& device, int slices) {
-  using Shape = StreamShape<kWidth, kGroups, kStages>;
+/// The instance for 64 * kGroups rows, and slices so that as many blocks run as can at once; cudaErrorInvalidValue where
+/// none suits.
+template <typename T, int kGroups>
+cudaError_t launch_linear_stream(const LinearParams& params, const LinearDevice& device, DType dtype, cudaStream_t stream) {
+  constexpr int kNarrowStages = kGroups == 1 ? 12 : 8, kBroadStages = kGroups == 1 ? 8 : 6;
+  const int tiles = linear_tiles(params, 64);
+  // Where x is small, two rounds of narrow tiles are ahead of one of broad ones.
+  const int rounds = kGroups == 1 ? 2 : 1;
+  if (tiles > rounds * device.multiprocessors) {
+    if (!stream_suits<128, kGroups, 2, kBroadStages>(params, device, 1)) return cudaErrorInvalidValue;
+    return launch_linear_stream<T, 128, kGroups, 2, kBroadStages>(params, device, 1, dtype, stream);
+  }
+  constexpr int kLeastSteps = 6;  // of a slice; 16 steps took longer in two slices than in one
   const int steps = (params.depth + kLinearStep - 1) / kLinearStep;
-  const int tiles = linear_tiles(params, kWidth);
-  const int rounds = (tiles * slices + device.multiprocessors - 1) / device.multiprocessors;
-  if (slices > 1 && (rounds > Shape::kBlocks || steps < 2 * slices)) return 1e30;
-  const int row_bytes = params.rows * kStepBytes;
-  const double into = static_cast<double>(rounds) * ((steps + slices - 1) / slices) * (Shape::kWeightBytes + row_bytes);
-  const double memory = 2.0 * params.depth * params.features * (params.swiglu ? 2 : 1);
-  const double merge = slices > 1 ? StreamCost::kMerge + Shape::kSumBytes / StreamCost::kBetweenBlocks / slices : 0.0;
-  const double copies = into / StreamCost::kIntoMultiprocessor, reads = memory / StreamCost::kFromMemory;
-  return StreamCost::kStart + merge + (copies > reads ? copies : reads);
+  int slices = 1;
+  for (int more = 2; more <= kStreamMostSlices && steps >= (more == 2 ? 20 : kLeastSteps * more); ++more) {
+    if (stream_clusters<T, 64, kGroups, 1, kNarrowStages>(device, more) >= tiles) slices = more;
+  }
+  // Up to 32 rows the wide kernel of linear.cuh is ahead but for these.
+  if (params.rows <= kStreamFewRows && (slices > 1 || params.swiglu)) return cudaErrorInvalidValue;
+  if (!stream_suits<64, kGroups, 1, kNarrowStages>(params, device, slices)) return cudaErrorInvalidValue;
+  return launch_linear_stream<T, 64, kGroups, 1, kNarrowStages>(params, device, slices, dtype, stream);
 }
 
-/// The instance and the slices of least cost; an error where no instance suits.
+/// For up to 128 rows.
 template <typename T>
-cudaError_t launch_linear_stream(const LinearParams& params, const LinearDevice& device, DType dtype,
-                                 cudaStream_t stream) {
-  double least = 1e30;
-  cudaError_t (*best)(LinearParams, const LinearDevice&, int, DType, cudaStream_t) = nullptr;
-  int best_slices = 1;
-#define ASTRAI_CASE(T_, WIDTH, GROUPS, STAGES)                                                                       \
-  if (params.rows > 64 * (GROUPS - 1) && stream_suits<WIDTH, GROUPS, STAGES>(params, device)) {                      \
-    for (int slices = 1; slices <= kLinearMostSlices; ++slices) {                                                    \
-      const double cost = stream_cost<WIDTH, GROUPS, STAGES>(params, device, slices);                                \
-      if (cost < least) {                                                                                            \
-        least = cost;                                                                                                \
-        best = launch_linear_stream<T_, WIDTH, GROUPS, STAGES>;                                                      \
-        best_slices = slices;                                                                                        \
-      }                                                                                                              \
-    }                                                                                                                \
-  }
-  ASTRAI_LINEAR_STREAM_CASES(ASTRAI_CASE, T)
-#undef ASTRAI_CASE
-  return best == nullptr ? cudaErrorInvalidValue : best(params, device, best_slices, dtype, stream);
+cudaError_t launch_linear_stream(const LinearParams& params, const LinearDevice& device, DType dtype, cudaStream_t stream) {
+  return params.rows <= 64 ? launch_linear_stream<T, 1>(params, device, dtype, stream)
+                           : launch_linear_stream<T, 2>(params, device, dtype, stream);
 }
 
 }  // namespace astrai

@@ -36,6 +36,14 @@ __device__ __forceinline__ void rotate(float (&first)[kOctet], float (&second)[k
   }
 }
 
+/// Four values each from two places that are multiples of 16 bytes.
+__device__ __forceinline__ void load_quads(const float* first, const float* second, float (&value)[kOctet]) {
+  const float4 a = __ldg(reinterpret_cast<const float4*>(first));
+  const float4 b = __ldg(reinterpret_cast<const float4*>(second));
+  value[0] = a.x, value[1] = a.y, value[2] = a.z, value[3] = a.w;
+  value[4] = b.x, value[5] = b.y, value[6] = b.z, value[7] = b.w;
+}
+
 /// kHeads: heads per thread, which share one read of the tables. kAligned: every octet touched starts at a 16-byte
 /// boundary and is whole. Neither changes a bit of the result.
 template <typename T, bool kInterleaved, bool kAligned, int kHeads>
@@ -63,12 +71,12 @@ __global__ void __launch_bounds__(256, kHeads == 1 ? 4 : 2) rotary_kernel(const 
     first_count = params.head_dim - first_begin;
     second_begin = 0;
     second_count = 0;
-  } else if constexpr (kInterleaved) {
+  } else if constexpr (kInterleaved && !kAligned) {
     first_begin = 2 * item * kOctet;
     first_count = params.rotary_dim - first_begin;
     second_begin = first_begin + kOctet;
     second_count = params.rotary_dim - second_begin;
-  } else {
+  } else {  // interleaved too: two octets side by side would leave each load and store half a sector
     first_begin = item * kOctet;
     first_count = half - first_begin;
     second_begin = half + first_begin;
@@ -111,11 +119,17 @@ __global__ void __launch_bounds__(256, kHeads == 1 ? 4 : 2) rotary_kernel(const 
   float cos[kOctet];
   float sin[kOctet];
   if (position >= 0 && position < params.max_pos) {
-    const int pair = item * kOctet;
-    const float* cos_row = params.cos + position * params.cos_stride + pair;
-    const float* sin_row = params.sin + position * params.sin_stride + pair;
-    unpack(load_octet<kAligned, true>(cos_row, half - pair), cos);
-    unpack(load_octet<kAligned, true>(sin_row, half - pair), sin);
+    const float* cos_row = params.cos + position * params.cos_stride;
+    const float* sin_row = params.sin + position * params.sin_stride;
+    if constexpr (kInterleaved && kAligned) {
+      const int pair = item * kOctet / 2;
+      load_quads(cos_row + pair, cos_row + half / 2 + pair, cos);
+      load_quads(sin_row + pair, sin_row + half / 2 + pair, sin);
+    } else {
+      const int pair = item * kOctet;
+      unpack(load_octet<kAligned, true>(cos_row + pair, half - pair), cos);
+      unpack(load_octet<kAligned, true>(sin_row + pair, half - pair), sin);
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) cos[i] = sin[i] = __uint_as_float(kNotANumber);

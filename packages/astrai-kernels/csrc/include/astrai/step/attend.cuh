@@ -4,8 +4,11 @@
 
 #include "astrai/step/attend_warp.cuh"
 #include "astrai/step/heads.cuh"
+#include "astrai/step/trace.cuh"
 
 namespace astrai {
+
+constexpr int kPartsAtOnce = 6;  // under way when the parts of a row are merged
 
 template <typename T>
 __device__ __forceinline__ uint2 pack_four(const float4& value, float factor) {
@@ -28,20 +31,39 @@ __device__ __forceinline__ uint4 merge_parts(const StepParams& p, const StepPlan
   float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   float4 high = low;
   const int end = plan.first[row + 1];
-#pragma unroll 4
-  for (int part = plan.first[row]; part < end; ++part) {
-    const int64_t line = (static_cast<int64_t>(part) * p.n_kv_heads + kv_head) * kStepHeads + index;
-    const float2 ml = __ldcg(reinterpret_cast<const float2*>(p.workspace.part_ml + 2 * line));
-    const float4* source = reinterpret_cast<const float4*>(p.workspace.part_out + line * kDim + d);
-    const float4 first = __ldcg(source);
-    const float4 second = __ldcg(source + 1);
-    const float higher = fmaxf(top, ml.x);
-    const float old = exp2_fast(top - higher);
-    const float factor = exp2_fast(ml.x - higher);
+  const int stride = p.n_kv_heads * kStepHeads;  // lines from one part to the next
+  const int line = (plan.first[row] * p.n_kv_heads + kv_head) * kStepHeads + index;
+  const float* out = p.workspace.part_out + line * kDim + d;
+  const float* out_ml = p.workspace.part_ml + 2 * line;
+#pragma unroll 1
+  for (int begin = plan.first[row]; begin < end; begin += kPartsAtOnce) {
+    float2 ml[kPartsAtOnce];
+    float4 first[kPartsAtOnce], second[kPartsAtOnce];
+    float higher = top;
+#pragma unroll
+    for (int j = 0; j < kPartsAtOnce; ++j) {
+      ml[j] = make_float2(kStepNoMaximum, 0.0f);
+      first[j] = second[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (begin + j >= end) continue;
+      ml[j] = __ldcg(reinterpret_cast<const float2*>(out_ml));
+      first[j] = __ldcg(reinterpret_cast<const float4*>(out));
+      second[j] = __ldcg(reinterpret_cast<const float4*>(out + 4));
+      out += stride * kDim;
+      out_ml += stride * 2;
+    }
+#pragma unroll
+    for (int j = 0; j < kPartsAtOnce; ++j) higher = fmaxf(higher, ml[j].x);
+    float old = exp2_fast(top - higher);
     top = higher;
-    total = fmaf(ml.y, factor, total * old);
-    add_part(low, old, first, factor);
-    add_part(high, old, second, factor);
+    total *= old;
+#pragma unroll
+    for (int j = 0; j < kPartsAtOnce; ++j) {
+      const float factor = exp2_fast(ml[j].x - higher);
+      total = fmaf(ml[j].y, factor, total);
+      add_part(low, old, first[j], factor);
+      add_part(high, old, second[j], factor);
+      old = 1.0f;
+    }
   }
   const float inverse = total > 0.0f ? __frcp_rn(total) : 0.0f;
   const uint2 a = pack_four<T>(low, inverse);
@@ -54,15 +76,15 @@ template <typename T, int kDim>
 __device__ __forceinline__ void fill_merged(char* target, const StepParams& p, const StepPlan& plan) {
   constexpr int kOctets = kDim / kOctet;
   const int octets = p.n_heads * kOctets;
-  const int group = p.n_heads / p.n_kv_heads;
 #pragma unroll 1
-  for (int item = static_cast<int>(threadIdx.x); item < p.rows * octets; item += kStepWorkers) {
-    const int row = item / octets;
-    const int i = item - row * octets;
-    const int head = i / kOctets;
-    const int kv_head = head / group;
-    *reinterpret_cast<uint4*>(normed_place(target, row, i, p.rows)) =
-        merge_parts<T, kDim>(p, plan, row, kv_head, head - kv_head * group, i % kOctets * kOctet);
+  for (int row = 0; row < p.rows; ++row) {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < octets; i += kStepWorkers) {
+      const int head = i / kOctets;
+      const int kv_head = head * p.group_inverse >> 16;
+      *reinterpret_cast<uint4*>(normed_place(target, row, i, p.rows)) =
+          merge_parts<T, kDim>(p, plan, row, kv_head, head - kv_head * p.group, i % kOctets * kOctet);
+    }
   }
 }
 
@@ -77,7 +99,7 @@ struct Attend : AttendWarp<T, kDim> {
       : Warp(params, memory), results(scratch) {}
 
   __device__ __forceinline__ void* target(const StepUnit& unit, int index, int d) const {
-    const int head = unit.kv_head * (p.n_heads / p.n_kv_heads) + index;
+    const int head = unit.kv_head * p.group + index;
     return static_cast<T*>(p.workspace.attended) + (static_cast<int64_t>(unit.row) * p.n_heads + head) * kDim + d;
   }
 
@@ -85,7 +107,7 @@ struct Attend : AttendWarp<T, kDim> {
   __device__ __forceinline__ void merge_warps(const StepUnit& unit) const {
     const bool is_final = !shared.plan.late && unit.count == 1;
 #pragma unroll 1
-    for (int e = static_cast<int>(threadIdx.x); e < p.n_heads / p.n_kv_heads * (kDim / 4); e += kStepWorkers) {
+    for (int e = static_cast<int>(threadIdx.x); e < p.group * (kDim / 4); e += kStepWorkers) {
       const int index = e / (kDim / 4);
       const int d = e % (kDim / 4) * 4;
       float top = shared.ml[0][index][0];
@@ -117,7 +139,7 @@ struct Attend : AttendWarp<T, kDim> {
   __device__ __forceinline__ void merge_chunks(const StepUnit& unit) const {
     constexpr int kOctets = kDim / kOctet;
 #pragma unroll 1
-    for (int e = static_cast<int>(threadIdx.x); e < p.n_heads / p.n_kv_heads * kOctets; e += kStepWorkers) {
+    for (int e = static_cast<int>(threadIdx.x); e < p.group * kOctets; e += kStepWorkers) {
       const int index = e / kOctets;
       const int d = e % kOctets * kOctet;
       *static_cast<uint4*>(target(unit, index, d)) =
@@ -127,35 +149,40 @@ struct Attend : AttendWarp<T, kDim> {
 
   /// All units of this block, of a layer whose qkv projection is about to end. Keys and values of earlier steps are asked for
   /// before that end.
-  __device__ __forceinline__ void run(const StepLayer& layer) {
+  template <bool kTrace>
+  __device__ __forceinline__ void run(const StepLayer& layer, const StepTrace<kTrace>& trace) {
     const StepPlan& plan = shared.plan;
     const HeadTeam<T, kDim> team;
     int index = static_cast<int>(blockIdx.x);
+    StepUnit unit(plan, p, min(index, plan.units - 1));
     if (index < plan.units) {
-      const StepUnit unit(plan, p, index);
       this->table = p.req_to_token + plan.request[unit.row] * p.table_stride;
       this->begin(unit, layer, shared.first_slots[threadIdx.x]);
     }
     team.fetch_norms(layer, shared);  // behind the keys: it waits for what it loads
     await_keeper();
+    trace(kStarted);
 #pragma unroll 1
     while (index < plan.units) {
-      const StepUnit unit(plan, p, index);
       if (!team.is_idle()) team.prepare(p, layer, unit, shared);
       workers_sync();
+      trace(kNormed);
       this->attend(unit);
+      trace(kFirstStage);
       this->store(results);
       workers_sync();
+      trace(kMultiplied);
       merge_warps(unit);
       if (takes_ticket(plan, unit)) {
         hand_over();
         await_keeper();
         if (shared.is_last) merge_chunks(unit);
       }
+      trace(kStored);
       index += static_cast<int>(gridDim.x);
       if (index < plan.units) {
-        const StepUnit next(plan, p, index);
-        this->begin(next, layer, this->first_slots(next));
+        unit = StepUnit(plan, p, index);
+        this->begin(unit, layer, this->first_slots(unit));
         workers_sync();  // heads and results are free again
       }
     }

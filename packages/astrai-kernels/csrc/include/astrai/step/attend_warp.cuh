@@ -230,7 +230,7 @@ struct AttendWarp {
 #pragma unroll
       for (int i = 0; i < 16; ++i) out[c][i / 4][i % 4] = 0.0f;
     }
-    const bool has_head = g < p.n_heads / p.n_kv_heads;
+    const bool has_head = g < p.group;
     const int n_steps = steps(unit);
     const float scale = p.scale * 1.44269504088896340736f;  // of the log2 domain
 #pragma unroll 1

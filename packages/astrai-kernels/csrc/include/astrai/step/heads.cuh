@@ -52,7 +52,7 @@ struct HeadTeam {
 
   __device__ __forceinline__ void prepare(const StepParams& p, const StepLayer& layer, const StepUnit& unit,
                                           StepShared<kDim>& shared) const {
-    const int group = p.n_heads / p.n_kv_heads;
+    const int group = p.group;
     const bool is_q = index < group;
     const bool is_k = index == kStepHeads;
     const bool is_v = index == kStepHeads + 1;

@@ -9,7 +9,10 @@ namespace astrai {
 constexpr int kStepRows = 8;        // most query rows, one a request
 constexpr int kStepHeads = 8;       // most query heads of a kv head
 constexpr int kStepProducts = 5;    // qkv, o, gate and up, down, head
-constexpr int kQueueLengths[] = {11, 10, 8, 6, 5, 4, 3};  // stages of a warp's queue
+constexpr int kMostStages = 12;     // of a warp's queue
+constexpr int kLeastStages = 3;
+
+struct TensorMap;  // common/bulk.cuh
 
 /// What differs from layer to layer; a table of these lies in device memory.
 struct alignas(16) StepLayer {
@@ -43,7 +46,8 @@ struct StepProduct {
 struct StepWorkspace {
   uint32_t* barrier;  // arrivals of all barriers of the step, and thread blocks that have ended; zero between steps
   int32_t* tickets;   // [kStepRows, n_kv_heads], zero between uses
-  void* stream;       // [rows, hidden]: the residual stream
+  void* after_o;      // [rows, hidden]: the residual stream behind attention
+  void* after_down;   // [2, rows, hidden]: behind a layer, even layers and odd ones
   void* qkv;          // [rows, (n_heads + 2 n_kv_heads) * head_dim]
   void* attended;     // [rows, n_heads * head_dim]
   void* activated;    // [rows, intermediate]
@@ -53,6 +57,7 @@ struct StepWorkspace {
 
 struct StepParams {
   const StepLayer* layers;  // [n_layers] in device memory
+  const TensorMap* maps;    // [4 n_layers + 1] in device memory: qkv, o, gate_up and down of each layer, and the head
   int n_layers;
   int rows;
   int hidden;
@@ -88,13 +93,15 @@ struct StepParams {
   int64_t k_slot_stride, k_head_stride;
   int64_t v_slot_stride, v_head_stride;
 
-  int64_t* trace;  // [blocks, 5 n_layers, 2] cycles at which a block came to each barrier and left it; null: not wanted
+  int64_t* trace;  // [blocks, 5 n_layers, kStepMarks] cycles (trace.cuh), read by the instances that trace
 
   // Derived (step/derive.cuh).
   StepProduct product[kStepProducts];
   StepWorkspace workspace;
+  int group;          // query heads of a kv head
+  int group_inverse;  // head * group_inverse >> 16 is its kv head
   int norm_threads;   // threads over which rms_norm spreads a row
-  int depth;          // stages of a warp's queue, one of kQueueLengths; filled in before: no more than that
+  int depth;          // stages of a warp's queue; filled in before: no more than that
   int scratch_bytes;  // shared memory for a product's input, or for attention
   int late_bytes;     // parts of attention up to which those who need the result merge them themselves
 };

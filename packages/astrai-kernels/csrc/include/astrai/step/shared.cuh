@@ -1,6 +1,7 @@
 // The shared memory of a block of the step kernel.
 #pragma once
 
+#include "astrai/common/bulk.cuh"
 #include "astrai/linear/fragments.cuh"
 #include "astrai/step/sync.cuh"
 
@@ -10,6 +11,8 @@ constexpr int kSumsPitch = 20;                     // floats of a row of sums; s
 constexpr int kSums = kStepRows * kSumsPitch;      // of one warp
 constexpr int kHeadRows = kStepHeads + 2;          // the query heads of a kv head, its new key, its new value
 constexpr int kOutPad = 4;                         // floats between rows of attention's result
+constexpr int kStageBytes = 16 * kStepBytes;       // of a queue: 16 weight rows, 64 k
+constexpr int kSwizzleBytes = 1024;                // what the copy engine permutes starts at multiples of it
 
 /// How the keys of a step are cut into chunks; the same in all blocks and layers.
 struct StepPlan {
@@ -23,8 +26,10 @@ struct StepPlan {
 
 template <int kDim>
 struct StepShared {
+  uint64_t full[kStepWarps][kMostStages];   // barriers: a stage has come
+  uint64_t empty[kStepWarps][kMostStages];  // it has been read
   float sums[2][kStepWarps][kSums];
-  float squares[kStepRows][32];
+  alignas(16) float squares[kStepRows][32];
   float angles[kStepRows][kDim];               // cosines of a row's position, then sines
   uint4 heads[kHeadRows][kDim / kOctet];       // as attention multiplies them
   uint4 head_norms[2][kDim / kOctet];          // weights of the norms of q and k
@@ -34,23 +39,18 @@ struct StepShared {
   int is_last;  // this block merges
 };
 
-/// Dynamic shared memory: the table of layers, the weight of the coming norm, scratch, and the queues.
+__host__ __device__ constexpr int step_pad(int bytes, int unit = 128) { return (bytes + unit - 1) / unit * unit; }
+
+/// Shared memory, all of it dynamic: StepShared, the table of layers, the weight of the coming norm, scratch, and the queues.
 struct StepLayout {
-  int norm_weight, scratch, queues;  // offsets in bytes
+  int layers, norm_weight, scratch, queues;  // offsets in bytes
 };
 
-__host__ __device__ constexpr int step_pad(int bytes) { return (bytes + 127) / 128 * 128; }
-
-__host__ __device__ constexpr StepLayout step_layout(int n_layers, int hidden, int scratch_bytes) {
-  const int norm_weight = step_pad(n_layers * static_cast<int>(sizeof(StepLayer)));
+__host__ __device__ constexpr StepLayout step_layout(int fixed_bytes, int n_layers, int hidden, int scratch_bytes) {
+  const int layers = step_pad(fixed_bytes);
+  const int norm_weight = layers + step_pad(n_layers * static_cast<int>(sizeof(StepLayer)));
   const int scratch = norm_weight + step_pad(hidden * 2);
-  return {norm_weight, scratch, scratch + step_pad(scratch_bytes)};
-}
-
-/// Bytes in front of the dynamic shared memory.
-template <int kDim>
-__host__ __device__ constexpr int fixed_bytes() {
-  return step_pad(static_cast<int>(sizeof(StepShared<kDim>)));
+  return {layers, norm_weight, scratch, step_pad(scratch + scratch_bytes, kSwizzleBytes)};
 }
 
 /// Floats between the results of two warps in scratch.

@@ -1,7 +1,7 @@
 // How the threads of a step wait for one another: named barriers within a thread block, one counter across the grid.
 //
-// Nine warps: eight stream weights and compute, the ninth ("keeper") speaks for the block at the barriers of the grid. A
-// fence in a thread with copies under way may wait for them, and these warps always have some; the keeper has none.
+// Ten warps: eight compute, the ninth ("keeper") speaks for the block at the barriers of the grid, the tenth ("feeder") asks
+// for the weights (stream.cuh); two are idle. The keeper alone fences: a fence may wait for whatever its warp has under way.
 //
 // Across the grid: the workers' stores happen before the barrier kArrived, that before the keeper's release, that before
 // another keeper's acquire, and that before its workers' loads behind kReleased. Those loads go to L2 all the same
@@ -20,7 +20,23 @@ namespace astrai {
 
 constexpr int kStepWarps = 8;
 constexpr int kStepWorkers = 32 * kStepWarps;
-constexpr int kStepThreads = kStepWorkers + 32;
+constexpr int kStepMeeting = kStepWorkers + 32;  // workers and keeper
+constexpr int kStepThreads = kStepWorkers + 128;  // registers are handed from warpgroup to warpgroup; two warps are idle
+
+constexpr int kWorkerRegisters = 216;  // 168 each at the start
+constexpr int kOtherRegisters = 72;
+
+/// All warps of a warpgroup: give registers back, or take what others gave.
+template <int kRegisters, bool kTakes>
+__device__ __forceinline__ void set_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // no instruction of 9.0 without the a
+  if (kTakes) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  }
+#endif
+}
 
 enum StepBarrier : int { kWorkers = 1, kArrived = 2, kReleased = 3 };
 
@@ -37,14 +53,14 @@ __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
 __device__ __forceinline__ void workers_sync() { barrier_sync(kWorkers, kStepWorkers); }
 
 /// Worker: what this block had to do before the grid's next barrier (or a ticket) is done.
-__device__ __forceinline__ void hand_over() { barrier_arrive(kArrived, kStepThreads); }
+__device__ __forceinline__ void hand_over() { barrier_arrive(kArrived, kStepMeeting); }
 
 /// Worker: wait until the keeper is back.
-__device__ __forceinline__ void await_keeper() { barrier_sync(kReleased, kStepThreads); }
+__device__ __forceinline__ void await_keeper() { barrier_sync(kReleased, kStepMeeting); }
 
 /// Keeper: wait for the workers; let them go on.
-__device__ __forceinline__ void await_workers() { barrier_sync(kArrived, kStepThreads); }
-__device__ __forceinline__ void release_workers() { barrier_arrive(kReleased, kStepThreads); }
+__device__ __forceinline__ void await_workers() { barrier_sync(kArrived, kStepMeeting); }
+__device__ __forceinline__ void release_workers() { barrier_arrive(kReleased, kStepMeeting); }
 
 /// Count an arrival; everything that happened before it is seen by those who read the count by load_arrivals.
 __device__ __forceinline__ void count_arrival(uint32_t* counter) {
