@@ -136,7 +136,7 @@ class DecodeCase:
 
     def fa3(self) -> list[Callable[[], Any]]:
         """Contiguous, equal lengths only."""
-        import fa3_fwd  # noqa: F401  (registers torch.ops.fa3_fwd)
+        import fa3_fwd._C  # noqa: F401  (registers torch.ops.fa3_fwd)
 
         _, kv_heads, head_dim = self.shape
         n, batch = self.longest, len(self.lens)
@@ -200,7 +200,7 @@ def prefill_row(batch: int, length: int, heads: int, kv_heads: int, head_dim: in
         "SDPA cuDNN": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
     }
     if "fa3_fwd" in peers:
-        import fa3_fwd  # noqa: F401
+        import fa3_fwd._C  # noqa: F401
 
         runs["FA3"] = partial(
             torch.ops.fa3_fwd.fwd, q, k, v, softmax_scale=head_dim**-0.5, is_causal=True, num_splits=1

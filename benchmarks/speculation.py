@@ -2,15 +2,18 @@
 
     python -m benchmarks.speculation [--model preset] [--out gpu_out]
 
-The weights are random, so the text is of no interest; greedy, it soon goes in circles, as lists, code and quotations do: the
-n-gram rows are for such text. Random weights also have no small model that agrees with them. The draft rows therefore show
-what the mechanism costs and what it can give, and nothing of how often a trained small model is right:
+The weights are random, so the text is of no interest, and no small model agrees with them. The rows show what the mechanism
+costs and what it can give, and nothing of how often guesses are right in a text or with a model that somebody uses:
 
-- ``all right``: the draft is a quarter of the model's layers, and the other layers of the model add nothing to the residual
-  stream (their output projections are zero). The two agree on every token, and the model still does all of its work.
-- ``all wrong``: the draft has weights of its own. Guesses become few; what is left is what a wrong draft model costs.
+- ``random``: the text of such weights hardly repeats itself. n-grams are then seldom guessed and often wrong, and a draft
+  with weights of its own always is: what is left is what wrong guesses cost.
+- ``agreed``: the draft is a quarter of the model's layers, and the other layers of the model add nothing to the residual
+  stream (their output projections are zero). The two agree on every token.
+- ``circle``: no layer adds anything, and the output head answers each of a phrase's 24 tokens by the next and the last by the
+  first, so that the text is the phrase again and again, as in a prompt that is quoted word by word. Every n-gram is right.
 
-Columns: tokens/s, how many times quicker than the same weights without guesses, guesses made and taken per step.
+The model does all of its work in each of them, and the rows without guesses are of the same weights. Columns: tokens/s, how
+many times quicker than without guesses, guesses made and taken per step.
 """
 
 from __future__ import annotations
@@ -45,8 +48,7 @@ def run(model: CausalLM, new_tokens: int, most: int = 0, draft: CausalLM | None 
         guesses = {"speculation": "ngram" if draft is None else "draft", "max_draft_tokens": most}
     settings = EngineConfig(prefix_cache=False, max_num_seqs=32, max_seq_len=2048, max_batch_tokens=2048, **guesses)
     engine = InferenceEngine(model, byte_tokenizer(), settings, draft_model=draft)
-    first = min(1000, model.config.vocab_size - PHRASE_LEN)
-    prompt = tuple(range(first, first + PHRASE_LEN)) * N_PHRASES
+    prompt = phrase(model) * N_PHRASES
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     for _ in range(2):
         (task,) = engine.tasks.make(Request(prompt_token_ids=prompt, params=params), lambda delta: None)
@@ -66,17 +68,43 @@ def run(model: CausalLM, new_tokens: int, most: int = 0, draft: CausalLM | None 
     }
 
 
+def silence(model: CausalLM, n_kept: int) -> None:
+    """Let all but the first `n_kept` layers add nothing to the residual stream."""
+    for layer in model.model.layers[n_kept:]:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+
+
 @torch.no_grad()
 def agreeing_draft(model: CausalLM) -> CausalLM:
     """Silence all but the first quarter of a model's layers, and return that quarter as a model: the two agree."""
     n_layers = max(model.config.num_hidden_layers // 4, 1)
-    for layer in model.model.layers[n_layers:]:
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
+    silence(model, n_layers)
     draft = small_model(model, n_layers)
     own = model.state_dict()
     draft.load_state_dict({name: own[name] for name in draft.state_dict()})
     return draft
+
+
+@torch.no_grad()
+def go_in_circles(model: CausalLM) -> None:
+    """Silence all layers, and let the greedy text be :func:`phrase` again and again once it is in it.
+
+    The head's row of each token is the direction of the token vector ahead of it, whose logit is then the root of the hidden
+    size (39 for the preset); random rows have about 1.
+    """
+    silence(model, 0)
+    ids = torch.tensor(phrase(model), device=model.device)
+    table = model.model.embed_tokens.weight
+    head = model.lm_head.weight.clone()  # tied to the table in some models, which must stay what it is
+    head[ids.roll(-1)] = torch.nn.functional.normalize(table[ids].float(), dim=-1).to(head.dtype)
+    model.lm_head.weight = torch.nn.Parameter(head)
+
+
+def phrase(model: CausalLM) -> tuple[int, ...]:
+    """Return the tokens that the prompt repeats."""
+    first = min(1000, model.config.vocab_size - PHRASE_LEN)
+    return tuple(range(first, first + PHRASE_LEN))
 
 
 def small_model(model: CausalLM, n_layers: int) -> CausalLM:
@@ -96,19 +124,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="folder for speculation.json")
     options = parser.parse_args(arguments)
     model, n = build_model(options.model, options.device), options.new_tokens
-    plain = run(model, n)
-    rows = [("none", plain, plain)]
-    rows += [("n-gram", run(model, n, most), plain) for most in MOST]
-    wrong = small_model(model, max(model.config.num_hidden_layers // 4, 1))
-    rows += [("draft, all wrong", run(model, n, most, wrong), plain) for most in MOST]
+    n_layers = max(model.config.num_hidden_layers // 4, 1)
+    found: list[dict[str, Any]] = []
+
+    def add(text: str, how: str, most: int = 0, draft: CausalLM | None = None) -> None:
+        row = run(model, n, most, draft)
+        plain = next((other for other in found if other["text"] == text), row)
+        times = row["tokens/s"] / plain["tokens/s"]
+        found.append({"model": options.model, "text": text, "how": how, **row, "times": times})
+
+    add("random", "none")
+    add("random", "n-gram", 7)
+    add("random", "draft", 7, small_model(model, n_layers))
     right = agreeing_draft(model)
-    silenced = run(model, n)
-    rows += [("none, layers silenced", silenced, silenced)]
-    rows += [("draft, all right", run(model, n, most, right), silenced) for most in MOST]
-    found = [
-        {"model": options.model, "how": how, **row, "times": row["tokens/s"] / base["tokens/s"]}
-        for how, row, base in rows
-    ]
+    add("agreed", "none")
+    for most in MOST:
+        add("agreed", "draft", most, right)
+    go_in_circles(model)
+    add("circle", "none")
+    for most in MOST:
+        add("circle", "n-gram", most)
     print(table(found, list(found[0])))
     if options.out:
         write(options.out / "speculation.json", "speculation", {"rows": found})

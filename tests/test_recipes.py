@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from astrai_train import TrainConfig
+from astrai_train.data.dataset import open_train_source
 from astrai_train.data.preprocess.config import PreprocessConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,7 +84,7 @@ def records_for(path: Path) -> str:
     turn = lambda role, text: {"role": role, "content": text}
     if path.name.startswith("pretrain"):
         records: list[Any] = [
-            {"text": f"Chapter {n}. " + "The quick brown fox jumps over the lazy dog. " * 9} for n in range(40)
+            {"text": f"Chapter {n}. " + "The quick brown fox jumps over the lazy dog. " * 90} for n in range(40)
         ]
     elif "dpo" in path.name:
         records = [
@@ -91,10 +93,11 @@ def records_for(path: Path) -> str:
                 "chosen": [turn("assistant", f"It is {2 * n}, of course.")],
                 "rejected": [turn("assistant", "I do not know.")],
             }
-            for n in range(8)
+            for n in range(12)
         ]
     else:
-        records = [{"messages": [turn("user", f"Count to {n}."), turn("assistant", f"One to {n}.")]} for n in range(20)]
+        count = lambda n: ", ".join(map(str, range(1, n + 1)))
+        records = [{"messages": [turn("user", f"Count to {n}."), turn("assistant", count(n))]} for n in range(100, 200)]
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
@@ -144,30 +147,55 @@ def test_smollm2_dpo_cpu(tmp_path: Path) -> None:
     assert (run_dir / "report.html").is_file()
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in RECIPES if path.stem.endswith("-gpu")], ids=lambda path: path.stem)
-def test_a_recipe_for_a_gpu_runs_there(path: Path, tmp_path: Path) -> None:
-    """A few steps as the recipe says, but for the rows of a step; without SmolLM2 on a model of its shape."""
-    pytest.importorskip("rich_click", reason="astrai's commands need rich-click")
-    lay_out(path, tmp_path)
+GPU_RECIPES = [path for path in RECIPES if path.stem.endswith("-gpu")]
+N_STEPS, BATCH_SIZE = 3, 4
+
+
+def train_shortly(path: Path, folder: Path, device: str, *more: str) -> None:
+    """Train a few steps as the recipe says, but for the rows of a step, and evaluate if it does."""
     short = [
         "--device",
-        "cuda",
+        device,
         "--max-steps",
-        "3",
+        str(N_STEPS),
         "--batch-size",
-        "4",
+        str(BATCH_SIZE),
         "--micro-batch-size",
         "2",
-        "--log.interval",
-        "1",
     ]
     evaluates = ["--eval-interval", "2"] if TrainConfig.from_yaml(path).eval_interval else []
-    assert "3 of 3 steps" in astrai(tmp_path, "train", f"recipes/{path.name}", *short, *evaluates)
-    lines = (tmp_path / "runs" / path.stem / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
-    assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
+    done = astrai(folder, "train", f"recipes/{path.name}", *short, "--log.interval", "1", *evaluates, *more)
+    assert f"{N_STEPS} of {N_STEPS} steps" in done
+    lines = map(json.loads, (folder / "runs" / path.stem / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == N_STEPS and all(math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: path.stem)
+def test_the_data_written_for_a_gpu_recipe_is_enough(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU test below reads that data at the recipe's own lengths: no row twice in training, as many in evaluation."""
+    pytest.importorskip("rich_click", reason="astrai's commands need rich-click")
+    lay_out(path, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig.from_yaml(tmp_path / "recipes" / path.name)
+    is_pairs = config.strategy.name == "dpo"
+    for members in filter(None, (config.data.train, config.data.valid)):
+        data = replace(config.data, train=members)
+        source = open_train_source(data, pairs=is_pairs, pad_id=0, batch_size=BATCH_SIZE, micro_batch_size=2)
+        assert sum(found["rows"] for found in source.describe()) >= N_STEPS * BATCH_SIZE
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_for_a_gpu_runs_there(path: Path, tmp_path: Path) -> None:
+    """Without SmolLM2 on a model of its shape."""
+    pytest.importorskip("rich_click", reason="astrai's commands need rich-click")
+    lay_out(path, tmp_path)
+    train_shortly(path, tmp_path, "cuda")
 
 
 @needs_smollm2

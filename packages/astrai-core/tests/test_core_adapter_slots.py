@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from astrai_core import AutoModel, ModelConfig, kernels, ops, save_pretrained
+from astrai_core import AutoModel, ModelConfig, kernels, linear_ops, ops, save_pretrained
 from astrai_core.checkpoint.adapter import fitting_factors, load_adapter, read_adapter, save_adapter
 from astrai_core.config.lora import LoRAConfig
 from astrai_core.errors import CheckpointError, ConfigError
@@ -152,7 +152,7 @@ def test_the_sum_is_rounded_once(dtype: torch.dtype, ids: list[int]) -> None:
     scaling = torch.tensor([0.5, 2.0, 1.5])
     whole = base.clone()
     part = whole[:, 4:20]
-    ops.add_lora_inplace(part, x, a, b[:, 4:20], torch.tensor(ids), scaling)
+    linear_ops.add_lora_inplace(part, x, a, b[:, 4:20], torch.tensor(ids), scaling)
     for row, i in enumerate(ids):
         exact = base[row].double()
         if i >= 0:
@@ -183,8 +183,8 @@ def test_half_precision_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     attention = model.model.layers[0].self_attn
     x = torch.randn(3, 48, dtype=torch.bfloat16)
     with slots.applied(torch.tensor([0, 1, -1])):
-        monkeypatch.setattr(ops, "_by_kernel", lambda x: x.dtype == torch.bfloat16)
-        monkeypatch.setattr(ops, "linear", lambda x, weight, bias, packed: x @ weight.T)
+        monkeypatch.setattr(ops, "by_kernel", lambda x: x.dtype == torch.bfloat16)
+        monkeypatch.setattr(linear_ops, "linear", lambda x, weight, bias, packed: x @ weight.T)
         attention.qkv_proj(x)
         assert calls == ["shrink to 48", "expand"], "q, k and v together"
         attention.o_proj(x)
@@ -216,7 +216,7 @@ def test_the_kernels_take_what_slots_give_them(monkeypatch: pytest.MonkeyPatch, 
                 x = torch.zeros(7, linear.in_features, dtype=torch.bfloat16)
                 base = torch.zeros(7, linear.out_features, dtype=torch.bfloat16)
                 with monkeypatch.context() as patched:
-                    patched.setattr(ops, "_by_kernel", lambda x: True)
+                    patched.setattr(ops, "by_kernel", lambda x: True)
                     assert linear.adapter(x, base) is base
 
 

@@ -303,7 +303,7 @@ def test_the_kernels_write_keys_into_the_pool_where_the_types_allow(by_hand, ste
         return fake_write(*arguments, **named)
 
     by_hand.setattr(kernels, "module", {"qkv": SimpleNamespace(qkv_norm_rope_write=write)}.__getitem__)
-    by_hand.setattr(ops, "_by_kernel", lambda x: True)
+    by_hand.setattr(ops, "by_kernel", lambda x: True)
     rope = Rope(torch.ones(8, 32), torch.zeros(8, 32), torch.tensor([0, 1]), interleaved=True)
     spec = AttentionSpec(layer=0, n_heads=2, n_kv_heads=1, head_dim=64, norm_eps=1e-5)
     cache = step_pool([None], 1, 64, 1, 8, 4).step({0: 2})

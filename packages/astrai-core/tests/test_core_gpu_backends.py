@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from astrai_core import kernels, ops
+from astrai_core import kernels, linear_ops, ops
 from astrai_core.attention import flash
 from astrai_core.attention.backend import ENVIRONMENT, AttentionBackend, AttentionSpec, resolve_backend
 from astrai_core.attention.cuda import CudaBackend
@@ -59,6 +59,25 @@ def test_steps_of_every_family_equal_torch_attention(served, options, dtype, mon
     ours = served(CudaBackend(), dtype=dtype, device="cuda", **options)
     assert calls["n"] == 7 * 3, "every step with single queries went through the kernel in each layer"
     agree(ours, served(TorchNativeBackend(), dtype=dtype, device="cuda", **options), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_between_two_projections_has_no_launch(served, dtype, monkeypatch):
+    """G2: in bf16 the projections around a norm do it, but in front of the first layer and behind the last; not in
+    deterministic mode, where a row must not get other bits than it has among many."""
+    calls = Counter()
+    for module, name in (("fused", "rms_norm"), ("fused", "add_rms_norm"), ("normed_projection", "linear_after_norm")):
+        op = getattr(kernels.module(module), name)
+        monkeypatch.setattr(
+            kernels.module(module), name, lambda *a, n=name, op=op, **b: (calls.update([n]), op(*a, **b))[1]
+        )
+    ours = served(CudaBackend(), dtype=dtype, device="cuda", page_size=16)
+    halves = calls["linear_after_norm"]
+    assert halves > 0 if dtype == torch.bfloat16 else halves == 0
+    monkeypatch.setattr(linear_ops, "HALVED_ROWS", range(0))
+    agree(ours, served(CudaBackend(), dtype=dtype, device="cuda", page_size=16), dtype)
+    assert calls["linear_after_norm"] == halves
+    monkeypatch.undo()
 
 
 def test_with_and_without_the_kernels(served, monkeypatch):
@@ -166,7 +185,7 @@ def test_the_door_and_its_twins_agree(dtype, interleaved, step_pool):
                 {
                     "q": q, "k": k[loc], "v": v[loc],
                     "rotary": ops.rotary(x.view(4, 4, 64), rope),
-                    "linear": ops.linear(x, weight),
+                    "linear": linear_ops.linear(x, weight),
                     "swiglu": ops.swiglu(x),
                     "embedding": ops.embedding(rope.position_ids, table),
                 }

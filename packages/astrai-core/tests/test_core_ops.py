@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from astrai_core import AutoModel, ModelConfig, kernels, ops
+from astrai_core import AutoModel, ModelConfig, kernels, linear_ops, ops
 from astrai_core.attention.rotary import Rope
 from astrai_core.model.layers import Linear
 
@@ -97,7 +97,7 @@ def taken(monkeypatch):
         "rotary": SimpleNamespace(apply_rotary=kernel("rotary", lambda q, k, *a, interleaved: (q, k))),
     }
     monkeypatch.setattr(kernels, "module", modules.__getitem__)
-    monkeypatch.setattr(ops, "_by_kernel", lambda x: not torch.is_grad_enabled())
+    monkeypatch.setattr(ops, "by_kernel", lambda x: not torch.is_grad_enabled())
     return names
 
 
@@ -109,7 +109,7 @@ def test_kernels_in_inference_and_twins_with_gradients(taken):
         ops.embedding(torch.tensor([1, 2]), torch.randn(4, 8))
         ops.swiglu(torch.randn(2, 16))
         ops.rotary(torch.randn(2, 1, 8), rope)
-        ops.linear(torch.randn(2, 16, dtype=torch.bfloat16), torch.randn(4, 16, dtype=torch.bfloat16))
+        linear_ops.linear(torch.randn(2, 16, dtype=torch.bfloat16), torch.randn(4, 16, dtype=torch.bfloat16))
 
     all_ops()
     assert taken == []
@@ -124,14 +124,14 @@ def test_kernels_in_inference_and_twins_with_gradients(taken):
 def test_linear_takes_the_kernel_where_it_can(taken):
     """Half precision, up to KERNEL_ROWS contiguous rows at multiples of 16 bytes; everything else is the library's."""
     x, weight = torch.randn(256, 64, dtype=torch.float16), torch.randn(33, 64, dtype=torch.float16)
-    most = ops.KERNEL_ROWS
+    most = linear_ops.KERNEL_ROWS
     for ours in (x[:1], x[:most], x[3, None], x[:8].view(2, 4, 64)):
-        ops.linear(ours, weight)
+        linear_ops.linear(ours, weight)
     assert len(taken) == 4
     for other in (x[: most + 1], x[:4, :48], x[:4].float(), x.view(-1)[4 : 4 + 64][None]):
-        ops.linear(other, weight[:, : other.shape[1]].to(other.dtype).clone())
-    ops.linear(x[:4], torch.randn(64, 33, dtype=torch.float16).t())
-    ops.linear(x[:4, :60].clone(), weight[:, :60].clone())
+        linear_ops.linear(other, weight[:, : other.shape[1]].to(other.dtype).clone())
+    linear_ops.linear(x[:4], torch.randn(64, 33, dtype=torch.float16).t())
+    linear_ops.linear(x[:4, :60].clone(), weight[:, :60].clone())
     assert len(taken) == 4
 
 
@@ -142,11 +142,11 @@ def test_deterministic_mode_sends_every_row_to_the_kernel(taken):
     torch.use_deterministic_algorithms(True)
     try:
         for ours in (x[:1, :48], x[:9, :48], x[:, :48], x[:, :48].view(2, 128, 48)):
-            torch.testing.assert_close(ops.linear(ours, weight), F.linear(ours, weight))
+            torch.testing.assert_close(linear_ops.linear(ours, weight), F.linear(ours, weight))
     finally:
         torch.use_deterministic_algorithms(False)
     assert taken == ["linear in fixed order"] * 4
-    ops.linear(x[: ops.KERNEL_ROWS + 1, :48].contiguous(), weight)
+    linear_ops.linear(x[: linear_ops.KERNEL_ROWS + 1, :48].contiguous(), weight)
     assert len(taken) == 4, "outside of it, more rows are the library's"
 
 

@@ -75,7 +75,7 @@ def test_linear_obeys_the_rule(fresh_seed, obeys_rule, dtype, epilogue, shape):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("epilogue", ["none", "bias and residual", "swiglu"])
 @pytest.mark.parametrize(
-    "shape", [(520, 1096), (1536, 1536), (2048, 8192), (6912, 1536), (13000, 328), (52000, 136)], ids=str
+    "shape", [(520, 1096), (1029, 1544), (1536, 1536), (2048, 8192), (6912, 1536), (13000, 328), (52000, 136)], ids=str
 )
 def test_reduction_contract(fresh_seed, dtype, epilogue, shape):
     """Row i's bits depend on row i and the weight alone: every number of rows from 1 to 128, up to 8,192, any order.
@@ -107,6 +107,45 @@ def test_reduction_contract(fresh_seed, dtype, epilogue, shape):
     other = x.clone()
     other[1:] = torch.nan
     assert torch.equal(linear(other, w, fixed_order=True, **arguments)[0], expected[0]), "a row sees another"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("epilogue", ["none", "bias and residual", "swiglu"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (7, 1024),  # fewer features than a tile; warps without one
+        (1029, 1536),  # requests of three steps, a tile each
+        (6912, 1536),  # several tiles: rows are kept
+        (72, 896),  # requests of two steps, four slices, a last one that is shorter
+        (1536, 6912),  # a ring that goes round
+        (9000, 1024),
+        (3072, 2048),
+        (6144, 4096),  # 16 rows are too long to be kept
+    ],
+    ids=str,
+)
+def test_few_rows_have_the_bits_of_many(fresh_seed, dtype, epilogue, shape):
+    """Each instance for whole steps of K (on Hopper those of the copy engine), against 40 rows in a fixed order.
+
+    x and out are views with poisoned gaps, a row's stride included; nothing is written outside the rows.
+    """
+    features, depth = shape
+    if epilogue == "swiglu" and features % 8:
+        features += 8 - features % 8
+    w = weights(2 * features if epilogue == "swiglu" else features, depth, dtype)
+    x = poisoned(40, depth, dtype)[1]
+    x.copy_(randn(40, depth, dtype=dtype))
+    arguments = keywords(epilogue, 40, features, depth, dtype)
+    expected = linear(x, w, fixed_order=True, **arguments)
+    for rows in range(1, 17):
+        own = {**arguments}
+        if "residual" in own:
+            own["residual"] = own["residual"][:rows]
+        memory, out = poisoned(rows, features, dtype, gap=3)
+        linear(x[:rows], w, out=out, **own)
+        assert torch.equal(out, expected[:rows]), f"{rows} rows"
+        assert memory.isnan().sum() == memory.numel() - rows * features, "written outside the rows"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

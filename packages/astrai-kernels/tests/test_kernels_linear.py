@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from astrai_kernels import linear, reference
+from astrai_kernels import linear, linear_after_norm, linear_before_norm, reference
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -14,6 +14,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 X, W = meta(4, 64), meta(48, 64)
+W64, N64, SQUARES = meta(64, 64), meta(64), meta(4, 4, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,33 @@ X, W = meta(4, 64), meta(48, 64)
         (lambda: linear(X, W, out=meta(4, 47)), ValueError, r"out has shape \(4, 47\), expected \(4, 48\)"),
         (lambda: linear(X, W, out=meta(4, 48, dtype=torch.half)), TypeError, "out has dtype torch.float16"),
         (lambda: linear(X, W, out=meta(48).expand(4, 48)), ValueError, "out has strides .* overlap"),
+        (lambda: linear_before_norm(meta(129, 64), W64, N64), ValueError, "x has 129 rows, expected at most 128"),
+        (lambda: linear_before_norm(X, W, meta(48)), ValueError, "out_features of weight is 48, .* a multiple of 64"),
+        (lambda: linear_before_norm(X, W64, meta(48)), ValueError, r"norm_weight has shape \(48,\), expected \(64,\)"),
+        (
+            lambda: linear_before_norm(X.half(), W64.half(), N64),
+            TypeError,
+            "x has dtype torch.float16, expected torch.bf",
+        ),
+        (lambda: linear_before_norm(X, W64, N64, residual=meta(4, 48)), ValueError, r"residual has shape \(4, 48\)"),
+        (lambda: linear_after_norm(X, meta(4, 4), W, eps=1e-6), TypeError, "squares has dtype torch.bfloat16"),
+        (
+            lambda: linear_after_norm(X, SQUARES[:3], W, eps=1e-6),
+            ValueError,
+            r"squares has shape \(3, 4\), expected \(4, 4",
+        ),
+        (lambda: linear_after_norm(X, SQUARES.t(), W, eps=1e-6), ValueError, "squares has strides .* contiguous"),
+        (lambda: linear_after_norm(X, SQUARES, W, eps=-1.0), ValueError, "eps is -1.0"),
+        (
+            lambda: linear_after_norm(meta(4, 48), SQUARES, meta(64, 48), eps=1e-6),
+            ValueError,
+            "in_features is 48, expected a multiple of 64",
+        ),
+        (
+            lambda: linear_after_norm(X, SQUARES, W, eps=1e-6, bias=meta(24), activation="swiglu"),
+            ValueError,
+            "bias is given with activation 'swiglu'",
+        ),
     ],
 )
 def test_arguments(call, error, message):
@@ -81,6 +109,8 @@ def test_outputs_have_the_leading_dimensions_of_x(shape):
         ("linear", (X, W, None, None, True, meta(64), 1e-6)),
         ("linear", (meta(300, 64), W, None, None, False, None, 1e-6, True)),
         ("linear_out", (X, W, meta(48), meta(4, 48), False, None, 1e-6, meta(4, 48))),
+        ("linear_before_norm", (X, W64, N64, None, meta(4, 64))),
+        ("linear_after_norm", (X, SQUARES, W, meta(48), False, 1e-6)),
     ],
 )
 def test_opcheck_on_meta_tensors(name, arguments):

@@ -57,6 +57,17 @@ def resolve_dtype(dtype: str | torch.dtype | None, config: ModelConfig, device: 
     return _DTYPES[dtype]
 
 
+def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Build a model whose weights have memory and no values."""
+    with torch.device("meta"):
+        model = ModelFactory.create(config.model_type, config)
+    assert isinstance(model, CausalLM), "every family registers CausalLM"
+    # Module.to_empty but for its empty_like, which on the meta device imports sympy: half a second.
+    model.to(dtype)._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    model.tie_weights()
+    return model
+
+
 def load_model(
     source: ModelSource,
     dtype: str | torch.dtype | None = None,
@@ -65,11 +76,7 @@ def load_model(
     """Build the model without memory (meta device), then stream the weights to where they stay."""
     config = source.config()
     place = resolve_device(device)
-    with torch.device("meta"):
-        model = ModelFactory.create(config.model_type, config)
-    assert isinstance(model, CausalLM), "every family registers CausalLM"
-    model.to(resolve_dtype(dtype, config, place)).to_empty(device=place)
-    model.tie_weights()
+    model = _allocate(config, resolve_dtype(dtype, config, place), place)
     load_tensors(model, source.tensors(), source.path)
     return model.eval()
 
@@ -110,11 +117,7 @@ class AutoModel:
     ) -> CausalLM:
         """Build a freshly initialised model in training mode."""
         place = resolve_device(device)
-        with torch.device("meta"):
-            model = ModelFactory.create(config.model_type, config)
-        assert isinstance(model, CausalLM), "every family registers CausalLM"
-        model.to(resolve_dtype(dtype, config, place)).to_empty(device=place)
-        model.tie_weights()
+        model = _allocate(config, resolve_dtype(dtype, config, place), place)
         model.init_weights(generator)
         return model
 

@@ -1,8 +1,8 @@
 """The ops door: every fused op of the model, by kernel where one can run, else by its torch twin.
 
 An op uses the kernel when its input is on a CUDA device, no gradient is recorded (row K11), torch.compile is not at
-work, and the kernels wheel fits (:func:`astrai_core.kernels.status`). The twins below are the reference in every other
-case and in training.
+work, the kernel takes the types of all its tensors, and the kernels wheel fits (:func:`astrai_core.kernels.status`). The
+twins below are the reference in every other case and in training.
 """
 
 from __future__ import annotations
@@ -19,10 +19,19 @@ if TYPE_CHECKING:
     from astrai_core.attention.rotary import Rope
 
 
-def _by_kernel(x: Tensor) -> bool:
+def by_kernel(x: Tensor) -> bool:
+    """Whether an op of such a tensor may be a kernel."""
     if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return kernels.status().available
+
+
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _one_type(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the kernels take these together: under autocast the weights have another type than the activations."""
+    return x.dtype in _KERNEL_DTYPES and all(other is None or other.dtype == x.dtype for other in others)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -37,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight
         ``[hidden]``.
     """
-    if _by_kernel(x):
+    if _one_type(x, weight) and by_kernel(x):
         return kernels.module("fused").rms_norm(x, weight, eps)
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -71,7 +80,7 @@ def add_rms_norm(
     """
     if residual is None:
         return rms_norm(x, weight, eps), x
-    if _by_kernel(x):
+    if _one_type(x, residual, weight) and by_kernel(x):
         return kernels.module("fused").add_rms_norm(x, residual, weight, eps, overlap=overlap)
     total = x + residual
     return rms_norm(total, weight, eps), total
@@ -87,7 +96,7 @@ def rotary(x: Tensor, rope: Rope) -> Tensor:
     rope
         Of these tokens.
     """
-    if _by_kernel(x):
+    if _one_type(x) and by_kernel(x):
         apply = kernels.module("rotary").apply_rotary
         return apply(x, None, rope.cos, rope.sin, rope.position_ids, interleaved=rope.interleaved)[0]
     cos, sin = rope.of_tokens()
@@ -164,7 +173,8 @@ def qkv_norm_rope_write(
     overlap
         The caller's word that a kernel which is no product has started since `out_cache_loc` and `rope` were written.
     """
-    if _by_kernel(qkv) and (k_buffer.dtype == qkv.dtype or k_scale is not None):
+    fits = _one_type(qkv, q_norm, k_norm) and (k_buffer.dtype == qkv.dtype or k_scale is not None)
+    if fits and by_kernel(qkv):
         return kernels.module("qkv").qkv_norm_rope_write(
             qkv,
             None if rope is None else rope.position_ids,
@@ -213,7 +223,7 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     -------
     ``[..., hidden]``
     """
-    if ids.dim() == 1 and _by_kernel(table):
+    if ids.dim() == 1 and _one_type(table) and by_kernel(table):
         return kernels.module("elementwise").embedding(ids, table)
     return F.embedding(ids, table)
 
@@ -230,160 +240,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     -------
     ``[..., intermediate]``
     """
-    if _by_kernel(gate_up):
+    if _one_type(gate_up) and by_kernel(gate_up):
         return kernels.module("elementwise").gated_activation(gate_up, "silu")
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
-
-
-KERNEL_ROWS = 128
-"""Rows that go to the linear kernel. A decode step of the 1.2 B preset on an H200 with it and with cuBLAS and separate
-epilogues: 32 sequences 1.25 and 1.43 ms, 64 sequences 1.50 and 1.64; at 128 a layer's four projections 38 and 50 us. In
-deterministic mode (``torch.use_deterministic_algorithms``) any number does: a row's bits must not depend on how many
-there are."""
-
-NORM_ROWS, NORM_BYTES = 1, 65536
-"""Most rows, and bytes of them, that the linear kernel normalises itself: each of its thread blocks does it for all.
-The same step: one sequence 0.92 ms so and 0.93 with a launch for the norm, eight sequences 1.03 and 1.00."""
-
-PACKED_ROWS = range(1, 33)
-"""Row counts for which the packed layout wins on a CPU. All products of a SmolLM2-135M step in fp32 on two cores: one row
-29 ms against 45 ms, eight rows 71 ms against 97 ms on one core."""
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether :func:`pack` can lay this weight out for the CPU's matrix library."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-
-
-def pack(weight: Tensor) -> Tensor:
-    """Return a copy of ``[out_features, in_features]`` in oneDNN's own layout, for few-row products."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 8)
-
-
-def _kernel_takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel for few rows takes these types and shapes: half precision, rows at multiples of 16 bytes."""
-    return x.is_contiguous() and x.storage_offset() % 8 == 0 and _kernel_fits(x, weight, x.shape[-1])
-
-
-def _kernel_fits(x: Tensor, weight: Tensor, in_features: int) -> bool:
-    return (
-        x.dtype in (torch.float16, torch.bfloat16)
-        and x.dtype == weight.dtype
-        and weight.is_contiguous()
-        and (torch.are_deterministic_algorithms_enabled() or x.numel() <= KERNEL_ROWS * x.shape[-1])
-        and in_features % 8 == 0
-        and weight.storage_offset() % 8 == 0
-    )
-
-
-def can_fuse(x: Tensor, weight: Tensor) -> bool:
-    """Whether :func:`fused_linear` is one launch for as many rows as `x` has, of the weight's own width."""
-    return _by_kernel(x) and _kernel_fits(x, weight, weight.shape[1])
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``.
-
-    On a CUDA device, up to :data:`KERNEL_ROWS` rows in half precision go through the kernel, whose result for a row
-    depends on that row and the weight alone; in deterministic mode all rows do, copied first if they are not contiguous.
-
-    Parameters
-    ----------
-    x
-        ``[..., in_features]``.
-    weight
-        ``[out_features, in_features]``.
-    packed
-        The same weight from :func:`pack`, used where it is faster and no gradient is recorded.
-    """
-    if _by_kernel(x):
-        fixed_order = torch.are_deterministic_algorithms_enabled()
-        if fixed_order:
-            x = x.contiguous()  # one row is contiguous where several are not: both must take the same way
-        if _kernel_takes(x, weight):
-            return kernels.module("projection").linear(x, weight, bias=bias, fixed_order=fixed_order)
-    if packed is not None and x.dim() == 2 and x.shape[0] in PACKED_ROWS and not torch.is_grad_enabled():
-        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return F.linear(x, weight, bias)
-
-
-def fused_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
-    """Project with the norm before, and the gate or the addition behind: one launch where :func:`can_fuse` says so.
-
-    Parameters
-    ----------
-    x
-        ``[..., in_features]``.
-    weight
-        ``[out_features, in_features]``.
-    norm
-        Weight ``[in_features]`` and epsilon of an :func:`rms_norm` of x.
-    residual
-        ``[..., out_features]``, added to the rounded product.
-    gated
-        Return :func:`swiglu` of the projection, ``[..., out_features / 2]``; without bias and residual.
-    """
-    if _by_kernel(x) and _kernel_takes(x, weight):
-        if norm is not None and (x.numel() > NORM_ROWS * x.shape[-1] or x.nbytes > NORM_BYTES):
-            x, norm = rms_norm(x, *norm), None
-        norm_weight, eps = norm or (None, 0.0)
-        return kernels.module("projection").linear(
-            x,
-            weight,
-            bias=bias,
-            residual=residual,
-            activation="swiglu" if gated else None,
-            norm_weight=norm_weight,
-            norm_eps=eps,
-            fixed_order=torch.are_deterministic_algorithms_enabled(),
-        )
-    product = linear(x if norm is None else rms_norm(x, *norm), weight, bias)
-    if gated:
-        return swiglu(product)
-    return product if residual is None else product + residual
-
-
-LORA_RANK = 64
-"""Widest rank of :func:`add_lora_inplace` on a CUDA device; there it is a multiple of 8, as the columns of x are."""
-
-
-def add_lora_inplace(base: Tensor, x: Tensor, a: Tensor, b: Tensor, adapter_ids: Tensor, scaling: Tensor) -> None:
-    """Add to each row of a projection what the row's own adapter makes of its input (arXiv 2106.09685), in fp32 and
-    rounded once: ``base[row] += scaling[i] * (b[i] @ (a[i] @ x[row]))``, i = adapter_ids[row].
-
-    Parameters
-    ----------
-    base
-        ``[rows, out_features]``: the projection's own output, or some of its columns; overwritten.
-    x
-        ``[rows, in_features]``.
-    a
-        ``[adapters, rank, in_features]``; smaller ranks are padded with rows of zeros.
-    b
-        ``[adapters, out_features, rank]``; smaller ranks are padded with columns of zeros.
-    adapter_ids
-        ``[rows]`` int32 or int64; negative: none.
-    scaling
-        ``[adapters]`` float32.
-    """
-    if x.dtype in (torch.float16, torch.bfloat16) and _by_kernel(x):
-        lora = kernels.module("lora")
-        hidden = lora.lora_shrink(x, a, adapter_ids)
-        lora.lora_expand(base, hidden, b, adapter_ids, scaling, out=base)
-        return
-    found = adapter_ids.unique().tolist()
-    for i in found:
-        if i < 0:
-            continue
-        mine = slice(None) if len(found) == 1 else adapter_ids == i
-        delta = x[mine].float() @ a[i].float().T @ b[i].float().T * scaling[i]
-        base[mine] = (base[mine].float() + delta).to(base.dtype)

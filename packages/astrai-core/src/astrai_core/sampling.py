@@ -24,7 +24,7 @@ def argmax(logits: Tensor, out: Tensor) -> None:
     out
         ``[rows]`` int64.
     """
-    if ops._by_kernel(logits):
+    if ops.by_kernel(logits):
         kernels.module("sampling").argmax(logits, out=out)
     else:
         out.copy_(logits.float().argmax(-1))
@@ -61,7 +61,7 @@ def sample(
     out
         ``[rows]`` int64.
     """
-    if ops._by_kernel(logits):
+    if ops.by_kernel(logits):
         draw = kernels.module("sampling").sample
         draw(logits, temperature, top_k, top_p, min_p, seed, position, penalties=penalties, out=out)
         return

@@ -10,13 +10,19 @@ namespace astrai {
 ASTRAI_LINEAR_NARROW_CASES(ASTRAI_INSTANTIATE, float16)
 ASTRAI_LINEAR_NARROW_CASES(ASTRAI_INSTANTIATE, bfloat16)
 #undef ASTRAI_INSTANTIATE
+#define ASTRAI_INSTANTIATE(T, ROW_TILES, CHUNK, KEEPS)                        \
+  template __global__ void linear_narrow_bulk_kernel<T, ROW_TILES, CHUNK, KEEPS>( \
+      const LinearParams, const __grid_constant__ TensorMap, const __grid_constant__ TensorMap, const NarrowBulk);
+ASTRAI_LINEAR_NARROW_BULK_CASES(ASTRAI_INSTANTIATE, float16)
+ASTRAI_LINEAR_NARROW_BULK_CASES(ASTRAI_INSTANTIATE, bfloat16)
+#undef ASTRAI_INSTANTIATE
 #define ASTRAI_INSTANTIATE(T, ROW_TILES, DOWN, ACROSS, TILES, STAGES, SUM_ROWS, GROUPS, BLOCKS, LEAST_TILES) \
   template __global__ void linear_wide_kernel<T, ROW_TILES, DOWN, ACROSS, TILES, STAGES, SUM_ROWS, GROUPS>(const LinearParams);
 ASTRAI_LINEAR_WIDE_CASES(ASTRAI_INSTANTIATE, float16)
 ASTRAI_LINEAR_WIDE_CASES(ASTRAI_INSTANTIATE, bfloat16)
 #undef ASTRAI_INSTANTIATE
-#define ASTRAI_INSTANTIATE(T, WIDTH, GROUPS, SETS, STAGES)              \
-  template __global__ void linear_stream_kernel<T, WIDTH, GROUPS, SETS, STAGES>( \
+#define ASTRAI_INSTANTIATE(T, WIDTH, GROUPS, SETS, STAGES, FIXED)                       \
+  template __global__ void linear_stream_kernel<T, WIDTH, GROUPS, SETS, STAGES, FIXED>( \
       const LinearParams, const __grid_constant__ TensorMap, const __grid_constant__ TensorMap);
 ASTRAI_LINEAR_STREAM_CASES(ASTRAI_INSTANTIATE, float16)
 ASTRAI_LINEAR_STREAM_CASES(ASTRAI_INSTANTIATE, bfloat16)
@@ -55,9 +61,27 @@ void launch_linear(const LinearParams& params, int dtype, int device, std::uintp
     require(is_aligned(params.norm_weight, 16), what, "norm_weight must start at a multiple of 16 bytes");
     require(params.norm_eps >= 0.0f, what, "norm_eps must not be negative");
   }
+  if (params.squares || params.next_norm) {
+    require(dtype == 2 && params.rows <= kLinearFewRows && !params.fixed_order && !params.norm_weight, what,
+            "a norm in halves takes bfloat16 and at most 128 rows, without fixed_order and norm_weight");
+  }
+  if (params.squares) {
+    require(params.depth % kHalfMultiple == 0 && is_aligned(params.squares, 16), what,
+            "squares takes a depth that is a multiple of 64, and must start at a multiple of 16 bytes");
+    require(params.norm_eps >= 0.0f, what, "norm_eps must not be negative");
+  }
+  if (params.next_norm) {
+    require(params.features % kHalfMultiple == 0 && !params.swiglu, what,
+            "next_norm takes features that are a multiple of 64, without swiglu");
+    require(params.next_x && params.next_squares && is_aligned(params.next_norm, 8) && is_aligned(params.next_x, 8) &&
+                is_aligned(params.next_squares, 16),
+            what, "next_norm wants the halves' memory, at multiples of 16 bytes");
+  }
   const DeviceGuard guard(device, what);
-  const auto run = params.rows > (params.fixed_order ? kContractRows : kLinearFewRows) ? linear_many : linear;
-  check(run(params, static_cast<DType>(dtype), reinterpret_cast<cudaStream_t>(stream)), what);
+  const DType type = static_cast<DType>(dtype);
+  const auto queue = reinterpret_cast<cudaStream_t>(stream);
+  const cudaError_t few = params.rows <= kLinearFewRows ? linear(params, type, queue) : cudaErrorInvalidValue;
+  check(few == cudaErrorInvalidValue ? linear_many(params, type, queue) : few, what);
 }
 
 }  // namespace astrai

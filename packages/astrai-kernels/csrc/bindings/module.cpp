@@ -18,6 +18,7 @@ namespace {
 
 using RowTuple = std::tuple<std::uintptr_t, std::int64_t, std::int64_t>;
 using MatrixTuple = std::tuple<std::uintptr_t, std::int64_t>;
+using HalvesTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 using AdapterTuple = std::tuple<std::uintptr_t, std::int64_t, bool, int>;  // ids, their stride and width, adapters
 using HeadsTuple = std::tuple<std::uintptr_t, std::uintptr_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, int>;
 
@@ -87,8 +88,8 @@ void rotary(int dtype, int device, std::uintptr_t stream, HeadsTuple q, HeadsTup
 }
 
 void linear(int dtype, int device, std::uintptr_t stream, MatrixTuple x, MatrixTuple weight, std::uintptr_t bias,
-            MatrixTuple residual, MatrixTuple out, std::uintptr_t norm_weight, float norm_eps, int rows, int features,
-            int depth, bool swiglu, bool fixed_order) {
+            MatrixTuple residual, MatrixTuple out, std::uintptr_t norm_weight, float norm_eps, std::uintptr_t squares,
+            HalvesTuple next, int rows, int features, int depth, bool swiglu, bool fixed_order) {
   astrai::LinearParams params = {};
   params.x = reinterpret_cast<const void*>(std::get<0>(x));
   params.x_stride = std::get<1>(x);
@@ -101,6 +102,10 @@ void linear(int dtype, int device, std::uintptr_t stream, MatrixTuple x, MatrixT
   params.out_stride = std::get<1>(out);
   params.norm_weight = reinterpret_cast<const void*>(norm_weight);
   params.norm_eps = norm_eps;
+  params.squares = reinterpret_cast<const float*>(squares);
+  params.next_norm = reinterpret_cast<const void*>(std::get<0>(next));
+  params.next_x = reinterpret_cast<void*>(std::get<1>(next));
+  params.next_squares = reinterpret_cast<float*>(std::get<2>(next));
   params.rows = rows;
   params.features = features;
   params.depth = depth;

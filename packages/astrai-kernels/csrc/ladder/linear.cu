@@ -2,7 +2,8 @@
 // contract); bandwidth of the projections of three models in one CUDA graph over weights that L2 cannot hold.
 //
 // `ladder_linear --tune [PART]` times further variants instead (queues, tiles, blocks a multiprocessor, clusters, early
-// release) on the projections with PART in their name, after comparing their bits.
+// release) on the projections with PART in their name, after comparing their bits. `ladder_linear --fixed [PART]` compares
+// the bits of what a fixed order takes for 17 to 128 rows with the narrow kernel's, and says what the order costs.
 
 #include "linear_speed.h"
 
@@ -171,20 +172,34 @@ double verify(const Case& c, Epilogue epilogue, const Variant* variant = nullptr
   return worst;
 }
 
-/// 0 if every variant and every number of rows gives the bits that all rows at once give, infinity otherwise.
+constexpr int kNarrowAtOnce = 8;  // rows that the narrow kernel takes whatever the weight
+const std::vector<int> kEveryCount = {1, 2, 5, 8, 9, 16, 17, 32, 33, 64, 65, 100, 127, 128, 129, 256, 300};
+
+/// 0 if every variant gives, for every one of `counts` rows, the bits that the narrow kernel gives; infinity otherwise.
 template <typename T>
-double same_bits(const Case& c, Epilogue epilogue, const std::vector<Variant>& variants, std::string* culprit) {
+double same_bits(const Case& c, Epilogue epilogue, const std::vector<Variant>& variants, const std::vector<int>& counts,
+                 std::string* culprit) {
   LinearDevice device = {};
   ladder::check(astrai::linear_device(&device), "linear_device");
   const Operands<T> o(c, epilogue);
   const auto run = [&](int rows) {
     return o.run([&] { return ladder::run_linear(o.params(rows), Storage<T>::kDType, nullptr, true); });
   };
-  const std::vector<T> expected = run(c.rows);
+  const std::vector<T> expected = o.run([&] {
+    for (int first = 0; first < c.rows; first += kNarrowAtOnce) {
+      LinearParams params = o.params(std::min(kNarrowAtOnce, c.rows - first));
+      params.x = o.d_x.get() + first * o.x_stride;
+      params.out = o.d_out.get() + first * o.out_stride;
+      if (params.residual) params.residual = o.d_residual.get() + first * o.out_stride;
+      const cudaError_t status = ladder::run_linear(params, Storage<T>::kDType, nullptr, true);
+      if (status != cudaSuccess) return status;
+    }
+    return cudaSuccess;
+  });
   const auto differs = [&](const std::vector<T>& got, int rows) {
     return std::memcmp(got.data(), expected.data(), static_cast<std::size_t>(rows) * o.out_stride * sizeof(T)) != 0;
   };
-  for (const int rows : {1, 2, 5, 8, 9, 16, 17, 32, 33, 64, 65, 127, 128, 129, 256, 300}) {
+  for (const int rows : counts) {
     if (rows > c.rows) continue;
     if (differs(run(rows), rows)) {
       *culprit = std::to_string(rows) + " rows";
@@ -202,6 +217,43 @@ double same_bits(const Case& c, Epilogue epilogue, const std::vector<Variant>& v
     }
   }
   return 0.0;
+}
+
+template <typename T>
+void compare_bits(ladder::Report& report, const Case& c, Epilogue epilogue, const std::vector<Variant>& variants,
+                  const std::vector<int>& counts) {
+  std::string culprit;
+  const double error = same_bits<T>(c, epilogue, variants, counts, &culprit);
+  const std::string remark = kEpilogueNames[static_cast<int>(epilogue)] + (" same bits " + culprit);
+  report.row(name_of(Storage<T>::kName, c, remark.c_str()), error);
+}
+
+/// linear/stream.cuh's fixed order and what the library launches: one to eight slices, a last one that is shorter, a last
+/// step that is not full, features that fill no tile.
+template <typename T>
+void verify_fixed(ladder::Report& report) {
+  for (const Case& c : {Case{128, 515, 136, 4}, Case{128, 260, 392, 8}, Case{128, 264, 1032, 0}, Case{128, 520, 1544, 8},
+                        Case{100, 65, 2056, 1}, Case{128, 2048, 1536, 0}, Case{128, 136, 6912, 0}, Case{128, 9000, 328, 0},
+                        Case{128, 20000, 200, 0}}) {
+    for (const Epilogue epilogue : {Epilogue::kNone, Epilogue::kBoth, Epilogue::kSwiglu}) {
+      compare_bits<T>(report, c, epilogue, ladder::all_streamed<T>(), {17, 32, 33, 64, 65, 100, 127, 128});
+    }
+  }
+}
+
+/// linear/narrow_bulk.cuh against the narrow kernel, and both against what the library launches: requests of two steps and
+/// three, four slices and eight, a last one that is shorter, several tiles a block, features that fill no tile.
+template <typename T>
+void verify_bulk(ladder::Report& report) {
+  std::vector<Variant> variants = ladder::all_bulk<T>();
+  variants.push_back(ladder::narrow<T, 1, 1, 3>());
+  variants.push_back(ladder::narrow<T, 1, 2, 3>());
+  for (const Case& c : {Case{16, 7, 1024, 1}, Case{16, 72, 896, 8}, Case{16, 1029, 1536, 0}, Case{16, 136, 6912, 4},
+                        Case{16, 9000, 1024, 0}, Case{16, 5000, 2048, 8}}) {
+    for (const Epilogue epilogue : {Epilogue::kNone, Epilogue::kBoth, Epilogue::kSwiglu}) {
+      compare_bits<T>(report, c, epilogue, variants, {1, 2, 3, 5, 8, 9, 15, 16});
+    }
+  }
 }
 
 template <typename T>
@@ -228,14 +280,14 @@ void verify_all(ladder::Report& report, bool quick) {
       }
     }
   }
+  verify_bulk<T>(report);
+  verify_fixed<T>(report);
   const std::vector<Variant> variants = ladder::released<T>();
   for (const Case& c : {Case{128, 264, 1096, 0}, Case{128, 1024, 512, 8}, Case{40, 13000, 328, 4}, Case{300, 200, 584, 5},
                         Case{300, 1536, 4096, 0}, Case{300, 13000, 328, 0}}) {
     if (quick && c.features > 1024) continue;
     for (const Epilogue epilogue : {Epilogue::kResidual, Epilogue::kSwiglu}) {
-      std::string culprit;
-      const double error = same_bits<T>(c, epilogue, variants, &culprit);
-      report.row(name_of(type, c, " same bits ") + culprit, error);
+      compare_bits<T>(report, c, epilogue, variants, kEveryCount);
     }
   }
 }
@@ -249,12 +301,19 @@ int main(int argc, char** argv) {
       if (!variant.in_order) continue;  // other bits by intent
       for (const Case& c : {Case{variant.most_rows, 1024, 512, 0}, Case{variant.most_rows, 13000, 136, 0}}) {
         std::string culprit;
-        const double error = same_bits<astrai::bfloat16>(c, Epilogue::kSwiglu, {variant}, &culprit);
+        const double error = same_bits<astrai::bfloat16>(c, Epilogue::kSwiglu, {variant}, kEveryCount, &culprit);
         report.row(name_of("bf16", c, " same bits ") + (culprit.empty() ? variant.name : culprit), error);
       }
     }
     const ladder::Pool pool;
     ladder::tune(pool, argc > 2 ? argv[2] : "");
+    return report.finish();
+  }
+  if (argc > 1 && std::strcmp(argv[1], "--fixed") == 0) {
+    verify_fixed<astrai::float16>(report);
+    verify_fixed<astrai::bfloat16>(report);
+    const ladder::Pool pool;
+    ladder::measure_fixed(pool, argc > 2 ? argv[2] : "");
     return report.finish();
   }
   const bool quick = ladder::is_quick(argc, argv);

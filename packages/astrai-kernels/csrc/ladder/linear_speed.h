@@ -77,7 +77,7 @@ double graph_microseconds(int launches, Launch launch) {
 }
 
 /// `variant` null: what the library launches. NaN: the variant does not suit.
-inline double measure(const Pool& pool, const Projection& p, int rows, const Variant* variant) {
+inline double measure(const Pool& pool, const Projection& p, int rows, const Variant* variant, bool fixed_order = false) {
   LinearParams params = {};
   params.x = pool.x.get();
   params.x_stride = p.depth;
@@ -90,6 +90,7 @@ inline double measure(const Pool& pool, const Projection& p, int rows, const Var
   params.features = p.features;
   params.depth = p.depth;
   params.swiglu = p.end == End::kSwiglu;
+  params.fixed_order = fixed_order;
   astrai::derive(params);
   if (variant && variant->slices > 0) {
     params.slices = variant->slices;
@@ -103,7 +104,7 @@ inline double measure(const Pool& pool, const Projection& p, int rows, const Var
     LinearParams own = params;
     own.weight = pool.weights.get() + weights * (i % sets);
     return variant ? variant->launch(own, pool.device)
-                   : astrai::linear(own, astrai::DType::kBFloat16, stream_of_the_program());
+                   : run_linear(own, astrai::DType::kBFloat16, stream_of_the_program(), fixed_order);
   });
 }
 
@@ -158,6 +159,39 @@ inline void measure_many() {
         std::printf("%-16s %6d x %4d rows %4d  %-16s %9.2f us  %6.1f TFLOP/s\n", p.name, p.features, p.depth, rows,
                     variant.name.c_str(), microseconds, 2e-6 * rows * weight_rows * p.depth / microseconds);
       }
+    }
+  }
+}
+
+/// What a fixed order costs, in microseconds: what the library launches without and with it, linear/stream.cuh with every
+/// number of blocks a tile, and the kernels that it took the place of. Then the four projections of a layer together.
+inline void measure_fixed(const Pool& pool, const char* part) {
+  using T = astrai::bfloat16;
+  const Variant before[] = {wide<T, 4, 4, 1, 1, 6, 32>(), wide<T, 8, 4, 1, 1, 5, 64, true>(), tiled<T, true>()};
+  const int rows[] = {32, 64, 128};
+  double layer[3][3] = {};
+  for (const Projection& p : kProjections) {
+    if (std::strstr(p.name, part) == nullptr || std::strstr(p.name, "llama1b") != nullptr) continue;
+    const bool is_head = std::strstr(p.name, "lm_head") != nullptr;
+    for (int i = 0; i < 3; ++i) {
+      const double times[] = {measure(pool, p, rows[i], nullptr), measure(pool, p, rows[i], &before[i], true),
+                              measure(pool, p, rows[i], nullptr, true)};
+      std::printf("%-16s rows %3d  default %6.2f  before %6.2f (%+4.0f %%)  now %6.2f (%+4.0f %%)", p.name, rows[i], times[0],
+                  times[1], 100 * (times[1] / times[0] - 1), times[2], 100 * (times[2] / times[0] - 1));
+      for (int j = 0; j < 3; ++j) layer[i][j] += is_head ? 0.0 : times[j];
+      for (const Variant& variant : all_streamed<T>()) {
+        if (!variant.in_order || rows[i] < variant.least_rows || rows[i] > variant.most_rows) continue;
+        const double microseconds = measure(pool, p, rows[i], &variant, true);
+        if (!std::isnan(microseconds)) std::printf(" | %s %.2f", variant.name.c_str(), microseconds);
+      }
+      std::printf("\n");
+    }
+    if (!is_head) continue;
+    for (int i = 0; i < 3; ++i) {
+      std::printf("%-16s rows %3d  default %6.2f  before %6.2f (%+4.0f %%)  now %6.2f (%+4.0f %%)\n", "  a layer", rows[i],
+                  layer[i][0], layer[i][1], 100 * (layer[i][1] / layer[i][0] - 1), layer[i][2],
+                  100 * (layer[i][2] / layer[i][0] - 1));
+      layer[i][0] = layer[i][1] = layer[i][2] = 0.0;
     }
   }
 }

@@ -16,9 +16,9 @@ using astrai::LinearParams;
 /// What the library launches; `fixed_order` as in bindings/ops.h.
 inline cudaError_t run_linear(LinearParams params, astrai::DType dtype, cudaStream_t stream, bool fixed_order) {
   params.fixed_order = fixed_order;
-  return params.rows > (fixed_order ? astrai::kContractRows : astrai::kLinearFewRows)
-             ? astrai::linear_tiled(params, dtype, stream)
-             : astrai::linear(params, dtype, stream);
+  const cudaError_t few =
+      params.rows <= astrai::kLinearFewRows ? astrai::linear(params, dtype, stream) : cudaErrorInvalidValue;
+  return few == cudaErrorInvalidValue ? astrai::linear_tiled(params, dtype, stream) : few;
 }
 
 /// What a launch can choose beside the kernel; 0 or less: as the library does.
@@ -104,30 +104,62 @@ Variant tiled() {
           }};
 }
 
-/// linear/stream.cuh with so many slices of K.
-template <typename T, int kWidth, int kGroups, int kSets, int kStages>
-Variant streamed(int slices) {
+/// linear/stream.cuh with so many blocks for a tile; "f" is its fixed order.
+template <typename T, int kWidth, int kGroups, int kSets, int kStages, bool kFixed>
+Variant streamed(int cluster) {
   char name[64];
-  std::snprintf(name, sizeof name, "t%dx%d/%ds/c%d", kWidth, 64 * kGroups, kStages, slices);
-  return {name, kGroups == 1 ? 17 : 65, 64 * kGroups, 0, false,
-          [slices](const LinearParams& params, const LinearDevice& device) {
-            return astrai::stream_suits<kWidth, kGroups, kSets, kStages>(params, device, slices);
+  std::snprintf(name, sizeof name, "%s%dx%d/%ds/c%d", kFixed ? "f" : "t", kWidth, 64 * kGroups, kStages, cluster);
+  return {name, kGroups == 1 ? 17 : 65, 64 * kGroups, 0, kFixed,
+          [cluster](const LinearParams& params, const LinearDevice& device) {
+            return astrai::stream_suits<kWidth, kGroups, kSets, kStages, kFixed>(params, device, cluster);
           },
-          [slices](const LinearParams& params, const LinearDevice& device) {
-            return astrai::launch_linear_stream<T, kWidth, kGroups, kSets, kStages>(
-                params, device, slices, Storage<T>::kDType, stream_of_the_program());
+          [cluster](const LinearParams& params, const LinearDevice& device) {
+            return astrai::launch_linear_stream<T, kWidth, kGroups, kSets, kStages, kFixed>(
+                params, device, cluster, Storage<T>::kDType, stream_of_the_program());
           }};
 }
 
-/// Every instance of linear/stream.cuh, with every number of slices.
+/// Every instance of linear/stream.cuh, with every number of blocks for a tile.
 template <typename T>
 std::vector<Variant> all_streamed() {
   std::vector<Variant> all;
-#define ASTRAI_CASE(T_, WIDTH, GROUPS, SETS, STAGES)                                          \
-  for (int slices = 1; slices <= (SETS == 1 ? astrai::kStreamMostSlices : 1); ++slices) {     \
-    all.push_back(streamed<T_, WIDTH, GROUPS, SETS, STAGES>(slices));                         \
+#define ASTRAI_CASE(T_, WIDTH, GROUPS, SETS, STAGES, FIXED)                                                     \
+  for (int cluster = 1; cluster <= astrai::StreamShape<WIDTH, GROUPS, SETS, STAGES, FIXED>::kMostPartials; ++cluster) { \
+    all.push_back(streamed<T_, WIDTH, GROUPS, SETS, STAGES, FIXED>(cluster));                                  \
   }
   ASTRAI_LINEAR_STREAM_CASES(ASTRAI_CASE, T)
+#undef ASTRAI_CASE
+  return all;
+}
+
+/// linear/narrow_bulk.cuh; "e" has the engine keep x, "k" the lanes, "r" brings it with the weight.
+template <typename T, int kRowTiles, int kChunk, bool kKeeps>
+Variant bulk(int blocks, bool by_threads) {
+  const astrai::BulkChoice choice = {blocks, by_threads, astrai::BulkRelease::kWhenAllIsAsked};
+  char name[64];
+  std::snprintf(name, sizeof name, "%s%dx%d/%db", kKeeps ? by_threads ? "k" : "e" : "r", 16 * kChunk, 8 * kRowTiles, blocks);
+  return {name, 8 * kRowTiles - 7, 8 * kRowTiles, 0, true,
+          [choice](const LinearParams& params, const LinearDevice& device) {
+            return params.rows <= 8 * kRowTiles && astrai::bulk_suits(params, device) && astrai::bulk_chunk(params) == kChunk &&
+                   astrai::plan_bulk<kRowTiles, kChunk, kKeeps>(params, device, choice).kernel.stages > 0;
+          },
+          [choice](const LinearParams& params, const LinearDevice& device) {
+            const astrai::BulkPlan plan = astrai::plan_bulk<kRowTiles, kChunk, kKeeps>(params, device, choice);
+            return astrai::launch_linear_narrow_bulk<T, kRowTiles, kChunk, kKeeps>(params, plan, Storage<T>::kDType,
+                                                                                   stream_of_the_program());
+          }};
+}
+
+/// Every instance of it, with one block a multiprocessor and two.
+template <typename T>
+std::vector<Variant> all_bulk() {
+  std::vector<Variant> all;
+#define ASTRAI_CASE(T_, ROW_TILES, CHUNK, KEEPS)                                        \
+  for (const int blocks : {1, 2}) {                                                     \
+    all.push_back(bulk<T_, ROW_TILES, CHUNK, KEEPS>(blocks, false));                    \
+    if (KEEPS) all.push_back(bulk<T_, ROW_TILES, CHUNK, KEEPS>(blocks, true));          \
+  }
+  ASTRAI_LINEAR_NARROW_BULK_CASES(ASTRAI_CASE, T)
 #undef ASTRAI_CASE
   return all;
 }
@@ -182,6 +214,7 @@ inline std::vector<Variant> to_tune() {
       wide<T, 16, 8, 1, 1, 5, 64, true>({1, 8, 0, -1, false}),
       wide<T, 16, 8, 1, 1, 6, 32, true>({1, 8, 0, -1, false}),
   };
+  for (const Variant& variant : all_bulk<T>()) all.push_back(variant);
   for (const Variant& variant : all_streamed<T>()) all.push_back(variant);
   return all;
 }

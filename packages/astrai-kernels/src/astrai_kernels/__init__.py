@@ -7,6 +7,8 @@ Importing this package imports neither torch nor the extension; both are loaded 
 :func:`apply_rotary`,                     rotary position embedding of q and k, out of place and in
 :func:`apply_rotary_`                     place
 :func:`linear`                            x @ weight^T with an epilogue, in a fixed order on request
+:func:`linear_before_norm`,               two of them with an RMSNorm between, of which each does half
+:func:`linear_after_norm`
 :func:`lora_shrink`, :func:`lora_expand`  the two halves of LoRA, an adapter for each row
 :func:`decode_attention`,                 attention of a few query rows a request over a paged or contiguous
 :class:`DecodePlan`                       KV cache; how a step's work is cut, and its scratch
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from .elementwise import embedding, gated_activation
     from .fused import add_rms_norm, rms_norm
     from .lora import lora_expand, lora_shrink
+    from .normed_projection import linear_after_norm, linear_before_norm
     from .prefill import prefill_attention, scalar_attention
     from .projection import linear
     from .qkv import qkv_norm_rope_write
@@ -64,6 +67,8 @@ __all__ = [
     "embedding",
     "gated_activation",
     "linear",
+    "linear_after_norm",
+    "linear_before_norm",
     "lora_expand",
     "lora_shrink",
     "prefill_attention",
@@ -93,6 +98,8 @@ _HOMES = {
     "add_rms_norm": "fused",
     "rms_norm": "fused",
     "linear": "projection",
+    "linear_after_norm": "normed_projection",
+    "linear_before_norm": "normed_projection",
     "lora_expand": "lora",
     "lora_shrink": "lora",
     "apply_rotary": "rotary",

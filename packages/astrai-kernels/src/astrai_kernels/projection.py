@@ -37,7 +37,7 @@ def _check_like_x(name: str, tensor: Tensor, x: Tensor, shape: tuple[int, ...], 
     checks.check_last_dim("linear", name, tensor)
 
 
-def _check(
+def check(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -92,7 +92,7 @@ def _check_aligned(name: str, tensor: Tensor, row_stride: int) -> None:
         )
 
 
-def _launch(
+def launch(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -102,7 +102,10 @@ def _launch(
     norm_eps: float,
     out: Tensor,
     fixed_order: bool,
+    squares: Tensor | None = None,
+    following: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
+    """``squares`` and ``following``, weight, rows and squares of the norm behind, are of ``normed_projection.py``."""
     if out.numel() == 0:
         return
     x_stride = _row_stride("x", x)
@@ -122,6 +125,8 @@ def _launch(
         (out.data_ptr(), _row_stride("out", out)),
         0 if norm_weight is None else norm_weight.data_ptr(),
         norm_eps,
+        0 if squares is None else squares.data_ptr(),
+        (0, 0, 0) if following is None else tuple(tensor.data_ptr() for tensor in following),
         x.numel() // x.shape[-1],
         out.shape[-1],
         x.shape[-1],
@@ -140,7 +145,7 @@ def _linear_fake(
     norm_eps: float,
     fixed_order: bool = False,
 ) -> Tensor:
-    shape = _check(x, weight, bias, residual, swiglu, norm_weight, norm_eps)
+    shape = check(x, weight, bias, residual, swiglu, norm_weight, norm_eps)
     return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
@@ -155,7 +160,7 @@ def _linear(
     fixed_order: bool = False,
 ) -> Tensor:
     out = _linear_fake(x, weight, bias, residual, swiglu, norm_weight, norm_eps)
-    _launch(x, weight, bias, residual, swiglu, norm_weight, norm_eps, out, fixed_order)
+    launch(x, weight, bias, residual, swiglu, norm_weight, norm_eps, out, fixed_order)
     return out
 
 
@@ -170,7 +175,7 @@ def _linear_out_fake(
     out: Tensor,
     fixed_order: bool = False,
 ) -> None:
-    shape = _check(x, weight, bias, residual, swiglu, norm_weight, norm_eps)
+    shape = check(x, weight, bias, residual, swiglu, norm_weight, norm_eps)
     _check_like_x("out", out, x, shape, "rows of x, out_features of weight")
     checks.check_distinct("linear", "out", out)
 
@@ -191,7 +196,7 @@ def _linear_out(
         raise ValueError("linear: out and x are the same memory, expected two tensors")
     if residual is not None:
         checks.check_in_place("linear", "out", out, "residual", residual)
-    _launch(x, weight, bias, residual, swiglu, norm_weight, norm_eps, out, fixed_order)
+    launch(x, weight, bias, residual, swiglu, norm_weight, norm_eps, out, fixed_order)
 
 
 _ARGUMENTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? residual, bool swiglu, Tensor? norm_weight, float norm_eps"

@@ -113,6 +113,29 @@ def linear(
     return y if residual is None else y + residual
 
 
+def linear_before_norm(
+    x: Tensor, weight: Tensor, norm_weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin of :func:`astrai_kernels.linear_before_norm`; see there."""
+    out = linear(x, weight, bias=bias, residual=residual)
+    squares = out.float().square().view(-1, weight.shape[0] // 16, 16).sum(-1)
+    return out, out * norm_weight, squares
+
+
+def linear_after_norm(
+    weighed: Tensor,
+    squares: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Twin of :func:`astrai_kernels.linear_after_norm`, which rounds once, behind the product; see there."""
+    scale = torch.rsqrt(squares.sum(-1) / weighed.shape[-1] + eps).view(*weighed.shape[:-1], 1)
+    return linear((weighed.float() * scale).to(weighed.dtype), weight, bias=bias, activation=activation)
+
+
 def apply_rotary(
     q: Tensor,
     k: Tensor | None,

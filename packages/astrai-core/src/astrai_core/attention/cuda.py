@@ -21,7 +21,7 @@ MIN_CAPABILITY = (8, 0)
 """mma.sync on bf16 and cp.async."""
 DTYPES = (torch.float16, torch.bfloat16)
 
-ONE_LAUNCH_ROWS = {64: 8}
+ONE_LAUNCH_ROWS = {64: 8, 128: 8}
 """By head size, most requests whose qk-norm, rotation and KV write are part of the attention launch: each thread block that
 reads keys of a request does its queries again. A step of the 1.2B preset on an H200 so and in two launches: one request 903
 and 950 us, eight 998 and 1,015, 32 the same. With heads of 128 (Qwen3 0.6B) it is slower: 824 and 809, 981 and 975."""

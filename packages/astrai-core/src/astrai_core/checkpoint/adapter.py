@@ -18,10 +18,10 @@ from astrai_core.checkpoint.weights import write_file
 from astrai_core.config.lora import ATTENTION_AND_MLP, LoRAConfig
 from astrai_core.config.model import ModelConfig
 from astrai_core.errors import CheckpointError, ConfigError
+from astrai_core.linear_ops import LORA_RANK
 from astrai_core.model.adapter_slots import AdapterSlots
 from astrai_core.model.lora import adapters, apply_lora, projections, targeted
 from astrai_core.model.transformer import CausalLM
-from astrai_core.ops import LORA_RANK
 from astrai_core.tokenizer.tokenizer import Tokenizer
 
 ADAPTER_CONFIG = "adapter_config.json"

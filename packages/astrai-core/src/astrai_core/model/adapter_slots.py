@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from astrai_core import ops
+from astrai_core import linear_ops
 from astrai_core.config.lora import ATTENTION_AND_MLP
 from astrai_core.errors import ConfigError
 from astrai_core.model.layers import Linear
@@ -77,7 +77,7 @@ class SlotLoRA(nn.Module):
         super().__init__()
         self._slots = slots
         names = list(rows)
-        most = ops.LORA_RANK // slots.rank
+        most = linear_ops.LORA_RANK // slots.rank
         for i in range(0, len(names), most):
             some = {name: rows[name] for name in names[i : i + most]}
             self.add_module(str(i), SlotFactors(linear, some, slots.n_slots, slots.rank))
@@ -104,7 +104,7 @@ class SlotLoRA(nn.Module):
         inputs, outputs = x.reshape(-1, x.shape[-1]), base.view(-1, base.shape[-1])
         for each in self.factors():
             part = outputs[:, each.start : each.stop]
-            ops.add_lora_inplace(part, inputs, each.a, each.b, ids, self._slots.scaling)
+            linear_ops.add_lora_inplace(part, inputs, each.a, each.b, ids, self._slots.scaling)
         return base
 
 
@@ -138,7 +138,7 @@ class AdapterSlots:
     """
 
     def __init__(self, model: CausalLM, n_slots: int, rank: int) -> None:
-        assert rank % 8 == 0 and 0 < rank <= ops.LORA_RANK, "checked by the engine's config"
+        assert rank % 8 == 0 and 0 < rank <= linear_ops.LORA_RANK, "checked by the engine's config"
         self.model = model
         self.n_slots = n_slots
         self.rank = rank

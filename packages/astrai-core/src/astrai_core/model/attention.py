@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from astrai_core import ops
+from astrai_core import linear_ops, ops
 from astrai_core.attention.backend import AttentionBackend, AttentionSpec
 from astrai_core.attention.rotary import Rope
 from astrai_core.config.model import ModelConfig
@@ -102,10 +102,20 @@ class Attention(nn.Module):
         """Whether :meth:`add_to` is four launches, or three, for as many rows as `x` has."""
         return self.qkv_proj.can_fuse(x) and self.o_proj.can_fuse(x)
 
-    def add_to(self, stream: Tensor, norm: RMSNorm, context: PagedContext) -> Tensor:
-        """Return ``stream + attention(norm(stream))``, ``[tokens, hidden]``, in as few launches as there can be."""
-        qkv = self.qkv_proj.fused(stream, norm=norm)
-        return self.o_proj.fused(self._attend_paged(qkv, context), residual=stream)
+    def add_to(
+        self,
+        stream: Tensor,
+        norm: RMSNorm,
+        context: PagedContext,
+        half: linear_ops.HalfNorm | None,
+        following: RMSNorm | None,
+    ) -> tuple[Tensor, linear_ops.HalfNorm | None]:
+        """Return ``stream + attention(norm(stream))``, ``[tokens, hidden]``, in as few launches as there can be.
+
+        `half` is what has been done of the norm, and what is returned beside the stream that of the one `following`.
+        """
+        qkv = self.qkv_proj.fused(stream, norm=norm, half=half)
+        return self.o_proj.add_to(stream, self._attend_paged(qkv, context), following)
 
     def _attend_paged(self, qkv: Tensor, context: PagedContext) -> Tensor:
         """Return ``[tokens, n_heads * head_dim]``; keys and values go into the pool."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from astrai_core.config.model import ModelConfig
+from astrai_core.linear_ops import HalfNorm
 from astrai_core.model.attention import Attention, DenseContext, PagedContext
 from astrai_core.model.layers import RMSNorm
 from astrai_core.model.mlp import SwiGLU
@@ -25,12 +26,17 @@ class DecoderBlock(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, context: DenseContext | PagedContext
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's output, not yet added to the residual stream, and that stream.
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        context: DenseContext | PagedContext,
+        half: HalfNorm | None = None,
+        following: RMSNorm | None = None,
+    ) -> tuple[Tensor, Tensor | None, HalfNorm | None]:
+        """Return the layer's output, not yet added to the residual stream, that stream, and half of the next norm.
 
-        Where few rows are decoded by the kernels, the additions happen in the projections before them: x is then the
-        whole stream, and there is no residual (six launches instead of nine).
+        Where few rows are decoded by the kernels, the additions happen in the projections before them, and norms in the
+        projections around them: x is then the whole stream, and there is no residual (six launches instead of nine).
 
         Parameters
         ----------
@@ -38,15 +44,21 @@ class DecoderBlock(nn.Module):
             ``[..., hidden]``: what the last layer adds to the stream.
         residual
             ``[..., hidden]``, or None in the first layer.
+        half
+            What the layer ahead has done of this layer's first norm.
+        following
+            The norm that reads the stream behind this layer, if this layer may do half of it.
         """
         if residual is None and isinstance(context, PagedContext):
             mlp = self.mlp
             if isinstance(mlp, SwiGLU) and self.self_attn.can_add(x) and mlp.can_add(x):
-                stream = self.self_attn.add_to(x, self.input_layernorm, context)
-                return mlp.add_to(stream, self.post_attention_layernorm), None
+                norm = self.post_attention_layernorm
+                stream, half = self.self_attn.add_to(x, self.input_layernorm, context, half, norm)
+                stream, half = mlp.add_to(stream, norm, half, following)
+                return stream, None, half
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, context)
         x, residual = self.post_attention_layernorm(x, residual)
         if isinstance(self.mlp, SparseMoE):
-            return self.mlp(x, context.router if isinstance(context, DenseContext) else None), residual
-        return self.mlp(x), residual
+            return self.mlp(x, context.router if isinstance(context, DenseContext) else None), residual, None
+        return self.mlp(x), residual, None

@@ -7,7 +7,7 @@ import inspect
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -34,19 +34,31 @@ class DocumentAttention(ABC):
         """Attend; q ``[tokens, n_heads, head_dim]``, k and v ``[tokens, n_kv_heads, head_dim]``, the result like q."""
 
 
+@functools.cache
+def _not_compiled() -> Callable[..., Tensor]:
+    """Return :func:`_attend_each`, which a compiled layer calls as it is: it must not be specialised on the lengths of a
+    batch, which the next batch does not share."""
+    # At first use and not as a decorator: it imports torch._dynamo and sympy, half of what a serving process would import.
+    disabled: Callable[..., Tensor] = torch.compiler.disable(_attend_each)
+    return disabled
+
+
+def _attend_each(documents: OneByOne, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
+    parts = zip(q.split(documents.lens), k.split(documents.lens), v.split(documents.lens), strict=True)
+    return torch.cat([_document(*part, spec=spec, dropout=dropout) for part in parts])
+
+
 @dataclass(frozen=True, eq=False)
 class OneByOne(DocumentAttention):
     """One call of scaled_dot_product_attention a document: runs everywhere."""
 
     lens: tuple[int, ...]
     """Tokens of each document."""
+    attend_each: Callable[..., Tensor] = field(default_factory=_not_compiled, repr=False)
 
-    # A compiled layer must not be specialised on the lengths of a batch, which the next batch does not share.
-    @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: float) -> Tensor:
         """Attend document after document."""
-        documents = zip(q.split(self.lens), k.split(self.lens), v.split(self.lens), strict=True)
-        return torch.cat([_document(*document, spec=spec, dropout=dropout) for document in documents])
+        return self.attend_each(self, q, k, v, spec, dropout)
 
 
 @dataclass(frozen=True, eq=False)

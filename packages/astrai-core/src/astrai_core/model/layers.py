@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from astrai_core import ops
+from astrai_core import linear_ops, ops
 
 
 class RMSNorm(nn.Module):
@@ -27,6 +27,12 @@ class RMSNorm(nn.Module):
 
 class Embedding(nn.Embedding):
     """A table of token vectors ``[vocab, hidden]`` through the ops door."""
+
+    def reset_parameters(self) -> None:
+        """Fill with zeros, until :meth:`CausalLM.init_weights` draws the table or a checkpoint fills it."""
+        # torch's own normal draw, on the meta device where models are built, imports torch._dynamo and sympy: as long as
+        # all else that a serving process imports beside torch, twice over.
+        nn.init.zeros_(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up ids ``[...]``; return ``[..., hidden]``."""
@@ -55,30 +61,47 @@ class Linear(nn.Linear):
 
     def pack(self) -> None:
         """Lay the weight out for few-row products on a CPU; without effect where such a layout does not exist."""
-        self.packed = ops.pack(self.weight) if ops.can_pack(self.weight) else None
+        self.packed = linear_ops.pack(self.weight) if linear_ops.can_pack(self.weight) else None
         self._packed_version = self.weight._version
 
     def forward(self, input: Tensor) -> Tensor:
         """Project ``[..., in_features]`` to ``[..., out_features]``."""
         # A weight that was changed in place since has another version: its old copy must not answer for it.
         packed = self.packed if self.packed is not None and self._packed_version == self.weight._version else None
-        output = ops.linear(input, self.weight, self.bias, packed)
+        output = linear_ops.linear(input, self.weight, self.bias, packed)
         return output if self.adapter is None else self.adapter(input, output)
 
     def can_fuse(self, x: Tensor) -> bool:
         """Whether :meth:`fused` is one launch for as many rows as `x` has."""
-        return self.adapter is None and ops.can_fuse(x, self.weight)
+        return self.adapter is None and linear_ops.can_fuse(x, self.weight)
 
     def fused(
-        self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None, gated: bool = False
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        half: linear_ops.HalfNorm | None = None,
+        residual: Tensor | None = None,
+        gated: bool = False,
     ) -> Tensor:
-        """Project with what precedes and follows in the same pass; see :func:`astrai_core.ops.fused_linear`.
+        """Project with what precedes and follows in the same pass; see :func:`astrai_core.linear_ops.fused_linear`.
 
         Only without an adapter, whose input would be lost.
         """
         assert self.adapter is None, "an adapter reads what a fused projection does not keep"
         before = None if norm is None else (norm.weight, norm.eps)
-        return ops.fused_linear(x, self.weight, self.bias, norm=before, residual=residual, gated=gated)
+        return linear_ops.fused_linear(
+            x, self.weight, self.bias, norm=before, half=half, residual=residual, gated=gated
+        )
+
+    def add_to(self, stream: Tensor, x: Tensor, following: RMSNorm | None) -> tuple[Tensor, linear_ops.HalfNorm | None]:
+        """Return ``stream + self(x)``, and what can be done in the same pass of the norm that reads the stream next.
+
+        Only without an adapter, where :meth:`can_fuse` says yes.
+        """
+        if following is None or not linear_ops.can_begin_norm(x, following.weight):
+            return self.fused(x, residual=stream), None
+        return linear_ops.begin_norm(x, self.weight, following.weight, self.bias, residual=stream)
 
 
 class FusedLinear(Linear):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from astrai_core import ops
+from astrai_core import linear_ops, ops
 from astrai_core.config.model import ModelConfig
 from astrai_core.model.layers import FusedLinear, Linear, RMSNorm
 
@@ -25,6 +25,12 @@ class SwiGLU(nn.Module):
         """Whether :meth:`add_to` is two launches for as many rows as `x` has."""
         return self.gate_up_proj.bias is None and self.gate_up_proj.can_fuse(x) and self.down_proj.can_fuse(x)
 
-    def add_to(self, stream: Tensor, norm: RMSNorm) -> Tensor:
-        """Return ``stream + mlp(norm(stream))``, ``[tokens, hidden]``, in as few launches as there can be."""
-        return self.down_proj.fused(self.gate_up_proj.fused(stream, norm=norm, gated=True), residual=stream)
+    def add_to(
+        self, stream: Tensor, norm: RMSNorm, half: linear_ops.HalfNorm | None, following: RMSNorm | None
+    ) -> tuple[Tensor, linear_ops.HalfNorm | None]:
+        """Return ``stream + mlp(norm(stream))``, ``[tokens, hidden]``, in as few launches as there can be.
+
+        `half` is what has been done of the norm, and what is returned beside the stream that of the one `following`.
+        """
+        gated = self.gate_up_proj.fused(stream, norm=norm, half=half, gated=True)
+        return self.down_proj.add_to(stream, gated, following)

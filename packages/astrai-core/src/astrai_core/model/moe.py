@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from astrai_core import ops
+from astrai_core import linear_ops, ops
 from astrai_core.config.model import ModelConfig
 from astrai_core.model.layers import Linear
 from astrai_core.model.mlp import SwiGLU
@@ -138,7 +138,7 @@ class ExpertLinear(nn.Module):
         if isinstance(shares, Tensor):
             return self._grouped(x, shares)
         parts = zip(x.split(list(shares)), self.weight, strict=True)
-        return torch.cat([ops.linear(tokens, weight) for tokens, weight in parts])
+        return torch.cat([linear_ops.linear(tokens, weight) for tokens, weight in parts])
 
     def _grouped(self, x: Tensor, ends: Tensor) -> Tensor:
         weight = self.weight.transpose(1, 2)

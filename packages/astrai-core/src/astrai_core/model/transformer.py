@@ -60,9 +60,17 @@ class Decoder(nn.Module):
             x = x + embedding_noise.to(x.dtype)
         # A table is no product, so autocast leaves it alone: the residual stream would be in fp32.
         x = x.to(computed_in(x.dtype, x.device))
-        for layer in self.layers:
-            x, residual = layer(x, residual, context)
+        half = None
+        for layer, following in zip(self.layers, self._norms_behind(context), strict=True):
+            x, residual, half = layer(x, residual, context, half, following)
         return self.norm(x, residual)[0]
+
+    def _norms_behind(self, context: DenseContext | PagedContext) -> Sequence[RMSNorm | None]:
+        """Return the norm behind each layer that it may do half of: none in passes without a cache, nor behind the last."""
+        if isinstance(context, DenseContext):
+            return [None] * len(self.layers)  # a compiled layer would be compiled for each norm that it is given
+        norms = [layer.input_layernorm for layer in self.layers]
+        return [*norms[1:], None]  # type: ignore[list-item]
 
 
 class CausalLM(nn.Module):

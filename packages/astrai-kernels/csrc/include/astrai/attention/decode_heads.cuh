@@ -93,19 +93,7 @@ struct DecodeHeads<T, kDim, true> {
         float own[kOctet];
         float partner[kOctet];
         unpack(value, own);
-        if (params.interleaved) {
-#pragma unroll
-          for (int i = 0; i < kOctet; ++i) partner[i] = own[i ^ 1];
-        } else {
-          // Octets of the two halves lie rotary_dim / 16 lanes apart; a lane without a partner reads its own.
-          const int apart = params.rotary_dim / (2 * kOctet);
-          const int lane = static_cast<int>(threadIdx.x) % 32;
-          const int from = begin >= params.rotary_dim ? lane : rank < apart ? lane + apart : lane - apart;
-          Octet<T> other;
-#pragma unroll
-          for (int i = 0; i < Octet<T>::kWords; ++i) other.word[i] = __shfl_sync(0xffffffffu, value.word[i], from);
-          unpack(other, partner);
-        }
+        find_partner(params, value, rank, partner);
         if (turns && !is_v) {
 #pragma unroll
           for (int i = 0; i < kOctet; ++i) own[i] = turn(own[i], partner[i], angles.cos[i], angles.sin[i]);

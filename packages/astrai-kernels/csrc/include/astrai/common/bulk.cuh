@@ -82,4 +82,35 @@ __device__ __forceinline__ void copy_box(uint32_t target, const TensorMap& map, 
 #endif
 }
 
+/// The same of the weight in steps of K (linear/narrow_bulk.cuh): the innermost dimension is one step, the outermost is steps.
+__device__ __forceinline__ void copy_steps(uint32_t target, const TensorMap& map, int row, int step, uint32_t barrier,
+                                           uint64_t policy) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(target),
+      "l"(&map), "r"(0), "r"(row), "r"(step), "r"(barrier), "l"(policy)
+      : "memory");
+#endif
+}
+
+/// The same where eight gate rows take turns with the eight up rows of the same group.
+__device__ __forceinline__ void copy_paired_steps(uint32_t target, const TensorMap& map, int group, int step, uint32_t barrier,
+                                                  uint64_t policy) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %2, %2, %3, %4}], [%5], %6;" ::"r"(target),
+      "l"(&map), "r"(0), "r"(group), "r"(step), "r"(barrier), "l"(policy)
+      : "memory");
+#endif
+}
+
+/// Before a barrier after which the copy engine may overwrite what this thread has read of shared memory.
+__device__ __forceinline__ void fence_for_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 }  // namespace astrai

@@ -98,21 +98,7 @@ __global__ void __launch_bounds__(kQkvThreads) qkv_kernel(const QkvParams params
       float partner[kOctet];
       unpack(value[j], own);
       if constexpr (kAligned) {
-        if (params.interleaved) {
-#pragma unroll
-          for (int i = 0; i < kOctet; ++i) partner[i] = own[i ^ 1];
-        } else {
-          // Octets of the two halves lie rotary_dim / 16 lanes apart; a lane without a partner reads its own.
-          const int apart = params.rotary_dim / (2 * kOctet);
-          const int lane = static_cast<int>(threadIdx.x) % 32;
-          const int from = begin >= params.rotary_dim ? lane : rank < apart ? lane + apart : lane - apart;
-          Octet<T> other;
-#pragma unroll
-          for (int i = 0; i < Octet<T>::kWords; ++i) {
-            other.word[i] = __shfl_sync(0xffffffffu, value[j].word[i], from);
-          }
-          unpack(other, partner);
-        }
+        find_partner(params, value[j], rank, partner);
       } else {
         __shared__ float exchange[kQkvThreads * kOctet];
         float* row = exchange + (threadIdx.x / kTeam) * kTeam * kOctet;

@@ -83,6 +83,28 @@ __device__ __forceinline__ OctetAngles load_angles(const QkvParams& params, int6
   return angles;
 }
 
+/// The octet whose element i is turned with element i of `value`, of whole heads of an octet a lane; `rank`: lane of the
+/// head. In halves, octets of the two lie rotary_dim / 16 lanes apart, and a lane without a partner reads its own: all 32
+/// lanes of the warp must call it. kAligned layouts alone.
+template <typename T>
+__device__ __forceinline__ void find_partner(const QkvParams& params, const Octet<T>& value, int rank,
+                                             float (&partner)[kOctet]) {
+  if (params.interleaved) {
+    float own[kOctet];
+    unpack(value, own);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) partner[i] = own[i ^ 1];
+  } else {
+    const int apart = params.rotary_dim / (2 * kOctet);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int from = rank * kOctet >= params.rotary_dim ? lane : rank < apart ? lane + apart : lane - apart;
+    Octet<T> other;
+#pragma unroll
+    for (int i = 0; i < Octet<T>::kWords; ++i) other.word[i] = __shfl_sync(0xffffffffu, value.word[i], from);
+    unpack(other, partner);
+  }
+}
+
 /// Scale of a head in an e4m3 pool, and its inverse, from the largest magnitude.
 struct HeadScale {
   float scale;

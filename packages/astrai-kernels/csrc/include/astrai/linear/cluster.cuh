@@ -12,6 +12,14 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
+/// The same without that promise, and without the wait for stores to arrive: what threads have loaded, and used, before it
+/// may be overwritten, or go, behind it.
+__device__ __forceinline__ void cluster_barrier_after_loads() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
 /// Load 16 bytes from where `address`, in this block's shared memory, lies in that of block `rank` of the cluster.
 ///
 /// Ordered by the barriers alone, so that several loads can be under way at once.

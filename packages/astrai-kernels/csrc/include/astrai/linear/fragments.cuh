@@ -201,8 +201,9 @@ __device__ __forceinline__ Quad add_residual(const Quad& result, const Quad& res
 
 /// Finish and store outputs `feature` .. `feature + 3` of a row (those that exist): `sum` are the dot products, or the
 /// gates, and `up` then the other half. One rounding; with a residual a second one, of the rounded output plus it.
+/// Returns what was stored.
 template <typename T>
-__device__ __forceinline__ void store_outputs(const LinearParams& params, int row, int feature,
+__device__ __forceinline__ Quad store_outputs(const LinearParams& params, int row, int feature,
                                               float (&sum)[kLinearQuad], const float (&up)[kLinearQuad],
                                               const Quad& bias, const Quad& residual) {
   const int count = params.features - feature;
@@ -227,6 +228,7 @@ __device__ __forceinline__ void store_outputs(const LinearParams& params, int ro
       if (i < count) target[i] = static_cast<uint16_t>(result.word[i / 2] >> (16 * (i % 2)));
     }
   }
+  return result;
 }
 
 }  // namespace astrai

@@ -3,12 +3,13 @@
 // Reduction contract: an output is the sum, from left to right, of `slices` partial sums; a partial sum runs over its
 // slice of K in rising chunks of 16 k, one mma.m16n8k16 each. `slices` and their bounds follow from the weight's shape
 // alone (linear_slices), so that a row's bits depend on that row and the weight, whatever kernel the number of rows picks.
-// It holds where params.fixed_order asks for it (up to kContractRows rows; beyond, tiled.cuh does), and always for up to
-// kNarrowRows. Elsewhere a block of the wide kernel sums all that it has in one go, or stream.cuh takes its place.
+// It holds where params.fixed_order asks for it, and always for up to kNarrowRows; elsewhere a block sums all that it has in
+// one go. From kStreamLeastRows on stream.cuh is ahead of the wide kernel on compute capability 9.0a, with few exceptions.
 #pragma once
 
 #include "astrai/linear/derive.cuh"
 #include "astrai/linear/narrow.cuh"
+#include "astrai/linear/narrow_bulk_launch.cuh"
 #include "astrai/linear/stream_launch.cuh"
 #include "astrai/linear/wide.cuh"
 
@@ -140,7 +141,7 @@ bool narrow_suits(const LinearParams& params, const LinearDevice& device) {
 
 template <typename Shape>
 bool wide_suits(const LinearParams& params, const LinearDevice& device) {
-  return params.rows <= Shape::kRows && params.norm_weight == nullptr &&
+  return params.rows <= Shape::kRows && params.norm_weight == nullptr && (!params.fixed_order || Shape::kKeepsSlices) &&
          Shape::shared_bytes(params.slices, wide_cluster<Shape>(params, device, 1)) <= device.shared_bytes - 2048;
 }
 
@@ -149,6 +150,10 @@ cudaError_t launch_linear(LinearParams params, DType dtype, cudaStream_t stream)
   LinearDevice device = {};
   const cudaError_t status = linear_device(&device);
   if (status != cudaSuccess) return status;
+  if (params.rows <= kNarrowRows) {
+    const cudaError_t launched = launch_linear_narrow_bulk<T>(params, device, dtype, stream);
+    if (launched != cudaErrorInvalidValue) return launched;
+  }
   const int tiles = linear_tiles(params, 16);
   const bool in_one_go = (tiles * params.slices + 7) / 8 <= device.multiprocessors;
   // Blocks that come back for more hold their multiprocessor: a successor let in early only takes their bandwidth.
@@ -161,7 +166,7 @@ cudaError_t launch_linear(LinearParams params, DType dtype, cudaStream_t stream)
   ASTRAI_LINEAR_NARROW_CASES(ASTRAI_CASE, T)
 #undef ASTRAI_CASE
   params.release_early = true;
-  if (params.rows >= kStreamLeastRows && !params.fixed_order) {
+  if (params.rows >= kStreamLeastRows) {
     const cudaError_t launched = launch_linear_stream<T>(params, device, dtype, stream);
     if (launched != cudaErrorInvalidValue) return launched;
   }
@@ -177,7 +182,7 @@ cudaError_t launch_linear(LinearParams params, DType dtype, cudaStream_t stream)
 }
 
 /// Launch on `stream` of the current device. `params` must be valid (bindings/linear.cu checks them), the derived members
-/// excepted; rows may be 0.
+/// excepted; rows may be 0. cudaErrorInvalidValue where no kernel of these suits: tiled.cuh is for any number of rows.
 inline cudaError_t linear(LinearParams params, DType dtype, cudaStream_t stream) {
   if (params.rows == 0 || params.features == 0) return cudaSuccess;
   derive(params);

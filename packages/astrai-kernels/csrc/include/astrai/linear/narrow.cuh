@@ -9,12 +9,11 @@
 #pragma once
 
 #include "astrai/common/pdl.cuh"
-#include "astrai/fused/norm_octet.cuh"
 #include "astrai/linear/fragments.cuh"
+#include "astrai/linear/halves.cuh"
+#include "astrai/linear/narrow_norm.cuh"
 
 namespace astrai {
-
-constexpr int kNormRows = 8;  // most rows that are normalised first
 
 /// Where a lane is in its sequence of stages: output tile by output tile, each from the start of the slice to its end.
 template <int kTiles>
@@ -45,9 +44,9 @@ __host__ __device__ constexpr NarrowLayout narrow_layout(int rows, int depth, bo
           with_norm ? steps * row_bytes : 0};
 }
 
-/// Add the sums of all slices, `stride` floats apart, in their order; four are fetched before the first is added.
+/// Add the sums of all slices, `stride` floats apart, in their order; kAtOnce are fetched before the first is added.
+template <int kAtOnce = 4>
 __device__ __forceinline__ void add_slices(float (&total)[kLinearQuad], const float* source, int stride, int slices) {
-  constexpr int kAtOnce = 4;
 #pragma unroll
   for (int first = 0; first < kLinearMostSlices; first += kAtOnce) {
     float4 part[kAtOnce];
@@ -60,104 +59,6 @@ __device__ __forceinline__ void add_slices(float (&total)[kLinearQuad], const fl
       if (first + i < slices) add_quad(total, part[i], first + i == 0);
     }
   }
-}
-
-/// Where octet `i` of a row lies among the normalised rows.
-__device__ __forceinline__ char* normed_place(char* normed, int row, int i, int rows) {
-  return normed + i / kStepParts * rows * kStepBytes + word_offset(row, i % kStepParts);
-}
-
-/// normalise_rows where rms_norm gives a thread one octet of a row, and all rows fit the block's registers: everything is
-/// loaded at once, and once. The other way waits for memory again and again, some 3 us for eight rows of 1,536.
-template <typename T, int kWarps, int kHeld>
-__device__ __forceinline__ void normalise_held_rows(const LinearParams& params, char* normed, float (&squares)[kNormRows][32]) {
-  static_assert(kWarps >= kNormRows, "a warp for each row");
-  __shared__ float scales[kNormRows];
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int octets = params.depth / kOctet;
-  const int warps = params.norm_threads / 32;
-  Octet<T> held[kHeld];
-#pragma unroll
-  for (int j = 0; j < kHeld; ++j) {
-    const int item = warp + j * kWarps;
-    const int row = item / warps;
-    const int i = (item - row * warps) * 32 + lane;
-    held[j] = {{0u, 0u, 0u, 0u}};
-    if (row < params.rows && i < octets) {
-      held[j] = load_octet<true, false>(static_cast<const T*>(params.x) + row * params.x_stride + i * kOctet, kOctet);
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kHeld; ++j) {
-    const int item = warp + j * kWarps;
-    const float total = lanes_sum<32>(sum_of_squares(held[j], 0.0f));
-    if (lane == 0 && item < warps * params.rows) squares[item / warps][item % warps] = total;
-  }
-  __syncthreads();
-  if (warp < params.rows) {
-    const float total = lanes_sum<32>(lane < warps ? squares[warp][lane] : 0.0f);
-    if (lane == 0) scales[warp] = inverse_rms(total, params.depth, params.norm_eps);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int j = 0; j < kHeld; ++j) {
-    const int item = warp + j * kWarps;
-    const int row = item / warps;
-    const int i = (item - row * warps) * 32 + lane;
-    if (row >= params.rows || i >= octets) continue;
-    const Octet<T> value = scale_and_weigh(
-        held[j], scales[row], load_octet<true, true>(static_cast<const T*>(params.norm_weight) + i * kOctet, kOctet));
-    *reinterpret_cast<uint4*>(normed_place(normed, row, i, params.rows)) =
-        make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
-  }
-  const int padding = (octets + kStepParts - 1) / kStepParts * kStepParts - octets;
-  for (int item = threadIdx.x; item < params.rows * padding; item += kWarps * 32) {
-    *reinterpret_cast<uint4*>(normed_place(normed, item / padding, octets + item % padding, params.rows)) = make_uint4(0, 0, 0, 0);
-  }
-  __syncthreads();
-}
-
-/// RMS-normalise all rows of x into `normed`, step by step, with rms_norm's own tree and roundings.
-template <typename T, int kWarps>
-__device__ __forceinline__ void normalise_rows(const LinearParams& params, char* normed) {
-  __shared__ float squares[kNormRows][32];
-  const int lane = threadIdx.x % 32;
-  const int octets = params.depth / kOctet;
-  const int warps = (params.norm_threads + 31) / 32;
-  constexpr int kHeld = 8;
-  if (octets <= params.norm_threads && warps * params.rows <= kHeld * kWarps) {
-    normalise_held_rows<T, kWarps, kHeld>(params, normed, squares);
-    return;
-  }
-  const T* x = static_cast<const T*>(params.x);
-  for (int item = threadIdx.x / 32; item < warps * params.rows; item += kWarps) {
-    const int row = item / warps;
-    const int warp = item - row * warps;
-    float total = 0.0f;
-    for (int i = warp * 32 + lane; i < octets; i += params.norm_threads) {
-      total = sum_of_squares(load_octet<true, false>(x + row * params.x_stride + i * kOctet, kOctet), total);
-    }
-    total = lanes_sum<32>(total);
-    if (lane == 0) squares[row][warp] = total;
-  }
-  __syncthreads();
-  const int words = (params.depth + kLinearStep - 1) / kLinearStep * kStepParts;  // of a row, with its padding
-  for (int row = 0; row < params.rows; ++row) {
-    const float total = lanes_sum<32>(lane < warps ? squares[row][lane] : 0.0f);
-    const float scale = inverse_rms(total, params.depth, params.norm_eps);
-    for (int i = threadIdx.x; i < words; i += kWarps * 32) {
-      Octet<T> value = {{0u, 0u, 0u, 0u}};
-      if (i < octets) {
-        value = load_octet<true, false>(x + row * params.x_stride + i * kOctet, kOctet);
-        value = scale_and_weigh(
-            value, scale, load_octet<true, true>(static_cast<const T*>(params.norm_weight) + i * kOctet, kOctet));
-      }
-      *reinterpret_cast<uint4*>(normed_place(normed, row, i, params.rows)) =
-          make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]);
-    }
-  }
-  __syncthreads();
 }
 
 /// kTiles: 16-row tiles of the weight a warp has at a time. kRowTiles: 8-row tiles of x. kWarps: a multiple of `slices`.
@@ -286,6 +187,14 @@ __global__ void __launch_bounds__(kWarps * 32, kTiles * kRowTiles > 4 ? 1 : 2)
       commit_copies();
     }
   }
+  constexpr bool kScales = !kNorm && kHasHalves<T>;
+  static_assert(kWarps == 8, "a warp for every eighth row");
+  __shared__ float scales[8 * kRowTiles];
+  float4 squares_ahead[kRowTiles];
+  if (kScales && params.squares != nullptr) {
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) squares_ahead[n] = load_squares(params, warp + n * 8, lane);
+  }
 
   int slot = 0;
   int parity = 0;
@@ -296,6 +205,7 @@ __global__ void __launch_bounds__(kWarps * 32, kTiles * kRowTiles > 4 ? 1 : 2)
     constexpr int kAhead = kItems <= 2 ? kItems : 0;  // fetched before they are needed, where registers suffice
     Quad residual[kItems];
     Quad bias[kItems];
+    Quad next_norm[kItems];
     const auto fetch_addends = [&](int j) {
       const int item = (j * params.slices + slice) * 32 + lane;
       const int row = item / quads;
@@ -303,6 +213,7 @@ __global__ void __launch_bounds__(kWarps * 32, kTiles * kRowTiles > 4 ? 1 : 2)
       const bool wanted = row < params.rows && feature < params.features;
       residual[j] = wanted ? load_residual(params, row, feature) : Quad{{0u, 0u}};
       bias[j] = wanted ? load_bias(params, feature) : Quad{{0u, 0u}};
+      if (weighs_rows<T>(params)) next_norm[j] = wanted ? load_next_norm(params, feature) : Quad{{0u, 0u}};
     };
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) fetch_addends(j);
@@ -376,21 +287,35 @@ __global__ void __launch_bounds__(kWarps * 32, kTiles * kRowTiles > 4 ? 1 : 2)
         }
       }
     }
-    barrier();
+    if (kScales && params.squares != nullptr && unit == static_cast<int>(blockIdx.x)) {
+#pragma unroll
+      for (int n = 0; n < kRowTiles; ++n) store_scale(params, scales, warp + n * 8, lane, squares_ahead[n]);
+      __syncthreads();
+    } else {
+      barrier();
+    }
 #pragma unroll
     for (int j = 0; j < kItems; ++j) {
       const int item = (j * params.slices + slice) * 32 + lane;
       const int row = item / quads;
       const int feature = tile * outputs + item % quads * kLinearQuad;
       if (j >= kAhead) fetch_addends(j);
-      if (row < params.rows && feature < params.features) {
+      const bool wanted = row < params.rows && feature < params.features;
+      float squares = 0.0f;
+      if (wanted) {
         const float* source = sums + row * kPitch + item % quads * kLinearQuad;
         float total[kLinearQuad] = {};
         float up[kLinearQuad] = {};
         add_slices(total, source, sums_pitch, params.slices);
         if (params.swiglu) add_slices(up, source + kWidth / 2, sums_pitch, params.slices);
-        store_outputs<T>(params, row, feature, total, up, bias[j], residual[j]);
+        if (kScales && params.squares != nullptr) {
+          scale_quad(total, scales[row]);
+          if (params.swiglu) scale_quad(up, scales[row]);
+        }
+        const Quad stored = store_outputs<T>(params, row, feature, total, up, bias[j], residual[j]);
+        if (weighs_rows<T>(params)) squares = store_weighed<T>(params, row, feature, stored, next_norm[j]);
       }
+      if (weighs_rows<T>(params)) store_squares(params, row, feature, squares, wanted);
     }
     parity = (parity + 1) % kMerges;
   }

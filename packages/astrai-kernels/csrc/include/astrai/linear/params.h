@@ -5,12 +5,13 @@
 
 namespace astrai {
 
-constexpr int kContractRows = 64;    // for up to these, the streaming kernels can obey the reduction contract
+constexpr int kContractRows = 64;    // for up to these, the wide kernel can obey the reduction contract
 constexpr int kLinearFewRows = 128;  // for up to these, kernels that stream the weight past all rows
 constexpr int kNarrowRows = 16;  // for up to these there is the narrow kernel
 constexpr int kStreamLeastRows = 17;  // from these on there is linear/stream.cuh, on compute capability 9.0
-constexpr int kStreamFewRows = 32;    // up to these it takes what needs no slices
 constexpr int kLinearMostSlices = 8;
+constexpr int kHalfWidth = 16;     // features of a row that one sum of squares is of
+constexpr int kHalfMultiple = 64;  // of features, where their squares are summed
 constexpr int kLinearQuad = 4;   // output features that a thread of the streaming kernels finishes together
 constexpr int kLinearStep = 64;  // k that one pipeline stage holds: 128 bytes of a row
 
@@ -26,7 +27,13 @@ struct LinearParams {
   void* out;
   int64_t out_stride;
   const void* norm_weight;  // [depth] or null: x is RMS-normalised first (narrow kernel only, up to 8 rows)
-  float norm_eps;
+  float norm_eps;       // of either norm
+  // A norm in halves (halves.cuh), or null: x is already times the norm's weight, and these are the rows' sums of squares.
+  const float* squares;  // [rows, depth / kHalfWidth]
+  // The first half of the next norm, or null: what goes into `out` also times that norm's weight, and its sums of squares.
+  const void* next_norm;  // [features]
+  void* next_x;           // [rows, features]
+  float* next_squares;    // [rows, features / kHalfWidth]
   int rows;
   int features;
   int depth;  // a multiple of 8

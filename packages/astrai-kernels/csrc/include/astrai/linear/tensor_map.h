@@ -18,6 +18,7 @@ namespace astrai {
 template <int kRank>
 cudaError_t encode_map(TensorMap* map, DType dtype, const void* data, const uint64_t (&shape)[kRank],
                        const uint64_t (&strides)[kRank - 1], const uint32_t (&box)[kRank]) {
+  static_assert(kRank <= 5, "the engine knows five dimensions");
   static const auto encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
@@ -28,7 +29,7 @@ cudaError_t encode_map(TensorMap* map, DType dtype, const void* data, const uint
                : nullptr;
   }();
   if (encode == nullptr) return cudaErrorNotSupported;
-  const uint32_t steps[kRank > 4 ? kRank : 4] = {1, 1, 1, 1};
+  const uint32_t steps[5] = {1, 1, 1, 1, 1};  // none may be 0
   CUtensorMap made;
   const CUresult result = encode(
       &made, dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kRank,

@@ -1,5 +1,5 @@
 // Warpgroup products (compute capability 9.0a; PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions"): 64 rows of
-// one operand by 64 to 256 of the other, both from shared memory as fragments.cuh lays them out, which is the K-major
+// one operand by 64 or 128 of the other, both from shared memory as fragments.cuh lays them out, which is the K-major
 // layout with 128-byte swizzle. A warp's sums lie as those of mma.m16n8k16 do.
 #pragma once
 
@@ -42,19 +42,11 @@ __device__ __forceinline__ void wgmma_wait(float (&sum)[kCount][4]) {
 #define ASTRAI_SUMS_1 ASTRAI_SUMS_0 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define ASTRAI_SUMS_2 ASTRAI_SUMS_1 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define ASTRAI_SUMS_3 ASTRAI_SUMS_2 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define ASTRAI_SUMS_4 ASTRAI_SUMS_3 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define ASTRAI_SUMS_5 ASTRAI_SUMS_4 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define ASTRAI_SUMS_6 ASTRAI_SUMS_5 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define ASTRAI_SUMS_7 ASTRAI_SUMS_6 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define ASTRAI_TILE(i) "+f"(sum[i][0]), "+f"(sum[i][1]), "+f"(sum[i][2]), "+f"(sum[i][3])
 #define ASTRAI_TILES_0 ASTRAI_TILE(0), ASTRAI_TILE(1), ASTRAI_TILE(2), ASTRAI_TILE(3)
 #define ASTRAI_TILES_1 ASTRAI_TILES_0, ASTRAI_TILE(4), ASTRAI_TILE(5), ASTRAI_TILE(6), ASTRAI_TILE(7)
 #define ASTRAI_TILES_2 ASTRAI_TILES_1, ASTRAI_TILE(8), ASTRAI_TILE(9), ASTRAI_TILE(10), ASTRAI_TILE(11)
 #define ASTRAI_TILES_3 ASTRAI_TILES_2, ASTRAI_TILE(12), ASTRAI_TILE(13), ASTRAI_TILE(14), ASTRAI_TILE(15)
-#define ASTRAI_TILES_4 ASTRAI_TILES_3, ASTRAI_TILE(16), ASTRAI_TILE(17), ASTRAI_TILE(18), ASTRAI_TILE(19)
-#define ASTRAI_TILES_5 ASTRAI_TILES_4, ASTRAI_TILE(20), ASTRAI_TILE(21), ASTRAI_TILE(22), ASTRAI_TILE(23)
-#define ASTRAI_TILES_6 ASTRAI_TILES_5, ASTRAI_TILE(24), ASTRAI_TILE(25), ASTRAI_TILE(26), ASTRAI_TILE(27)
-#define ASTRAI_TILES_7 ASTRAI_TILES_6, ASTRAI_TILE(28), ASTRAI_TILE(29), ASTRAI_TILE(30), ASTRAI_TILE(31)
 
 /// Add the products of 64 rows of `left` and COLUMNS rows of `right` over 16 k; LAST is COLUMNS / 32 - 1, and LEFT and
 /// RIGHT number the operands behind the COLUMNS / 2 sums.
@@ -70,10 +62,7 @@ __device__ __forceinline__ void wgmma_wait(float (&sum)[kCount][4]) {
   ASTRAI_WGMMA(float16, "f16", COLUMNS, LAST, LEFT, RIGHT)
 
 ASTRAI_WGMMA_TYPES(64, 1, 32, 33)
-ASTRAI_WGMMA_TYPES(96, 2, 48, 49)
 ASTRAI_WGMMA_TYPES(128, 3, 64, 65)
-ASTRAI_WGMMA_TYPES(192, 5, 96, 97)
-ASTRAI_WGMMA_TYPES(256, 7, 128, 129)
 
 #undef ASTRAI_WGMMA_TYPES
 #undef ASTRAI_WGMMA
@@ -82,18 +71,10 @@ ASTRAI_WGMMA_TYPES(256, 7, 128, 129)
 #undef ASTRAI_TILES_1
 #undef ASTRAI_TILES_2
 #undef ASTRAI_TILES_3
-#undef ASTRAI_TILES_4
-#undef ASTRAI_TILES_5
-#undef ASTRAI_TILES_6
-#undef ASTRAI_TILES_7
 #undef ASTRAI_SUMS_0
 #undef ASTRAI_SUMS_1
 #undef ASTRAI_SUMS_2
 #undef ASTRAI_SUMS_3
-#undef ASTRAI_SUMS_4
-#undef ASTRAI_SUMS_5
-#undef ASTRAI_SUMS_6
-#undef ASTRAI_SUMS_7
 
 }  // namespace astrai
 

@@ -10,6 +10,7 @@
 #include "astrai/common/pdl.cuh"
 #include "astrai/linear/cluster.cuh"
 #include "astrai/linear/fragments.cuh"
+#include "astrai/linear/halves.cuh"
 #include "astrai/linear/wgmma.cuh"
 
 namespace astrai {
@@ -22,6 +23,8 @@ struct WideShape {
   static_assert(kRowTiles % kWarpsAcross == 0, "warps share the rows evenly");
   static constexpr int kThreads = 32 * kWarpsDown * kWarpsAcross;
   static constexpr int kWidth = 16 * kTiles * kWarpsDown;  // weight rows of a tile
+  static constexpr int kQuadsShift = kWidth == 64 ? 4 : 5;
+  static_assert(kWidth == 64 || kWidth == 128, "quads of a row are a power of two");
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr int kPitch = kWidth + 4;  // floats of a row of sums; see narrow.cuh
   static constexpr int kWeightBytes = kWidth * kStepBytes;
@@ -149,6 +152,30 @@ __global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross,
     }
   }
 
+  __shared__ float scales[Shape::kRows];
+  if (scales_rows<T>(params)) find_scales<Shape::kThreads>(params, scales, static_cast<int>(threadIdx.x));  // read behind barriers
+
+  // What is added to four outputs, fetched long before it is needed.
+  const int quads_shift = Shape::kQuadsShift - (params.swiglu ? 1 : 0);
+  const auto row_of = [&](int item) { return item >> quads_shift; };
+  const auto local_of = [&](int item) { return (item & ((1 << quads_shift) - 1)) * kLinearQuad; };
+  const bool adds = params.residual != nullptr || params.bias != nullptr || params.next_norm != nullptr;
+  struct Addends {
+    Quad residual, bias, next_norm;
+  };
+  const auto fetch_addends = [&](int tile, int first_row, int item) {
+    Addends found = {};
+    const int row = first_row + row_of(item);
+    const int feature = tile * outputs + local_of(item);
+    if (adds && row < params.rows && feature < params.features) {
+      found.residual = load_residual(params, row, feature);
+      found.bias = load_bias(params, feature);
+      if (weighs_rows<T>(params)) found.next_norm = load_next_norm(params, feature);
+    }
+    return found;
+  };
+  const int first_item = rank * Shape::kThreads + static_cast<int>(threadIdx.x);
+
   float sum[kTiles][kAcross][4] = {};
   float total_sum[kTiles][kAcross][4];  // of the slices before, in a block by itself
   const auto add_slice = [&](bool is_first) {
@@ -253,6 +280,7 @@ __global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross,
   for (int tile = first_tile; tile < tiles; tile += tile_stride) {
     int in_slice = 0;
     int slice = 0;  // of this block's
+    Addends addends = fetch_addends(tile, 0, first_item);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       if (Shape::kKeepsSlices && in_slice == params.slice_steps) {
@@ -287,26 +315,39 @@ __global__ void __launch_bounds__(32 * kWarpsDown* kWarpsAcross,
         }
       }
     }
-    const int quads = outputs / kLinearQuad;
     for (int first_row = 0; first_row < params.rows; first_row += kSumRows) {
       collect(sums + (params.cluster == 1 ? 0 : slice * Shape::kSums), first_row);
       barrier();
-      const int items = min(params.rows - first_row, kSumRows) * quads;
-      for (int item = rank * Shape::kThreads + static_cast<int>(threadIdx.x); item < items;
-           item += params.cluster * Shape::kThreads) {
-        const int row = item / quads;
-        const int local = item % quads * kLinearQuad;
+      const int items = min(params.rows - first_row, kSumRows) << quads_shift;
+      const int stride = params.cluster * Shape::kThreads;
+      for (int item = first_item; item < items; item += stride) {
+        const int row = row_of(item);
+        const int local = local_of(item);
         const int feature = tile * outputs + local;
+        const Addends now = addends;
+        const bool is_last = item + stride >= items;
+        addends = fetch_addends(tile, is_last ? first_row + kSumRows : first_row, is_last ? first_item : item + stride);
         if (feature >= params.features) continue;
-        const Quad residual = load_residual(params, first_row + row, feature);
-        const Quad bias = load_bias(params, feature);
         float total[kLinearQuad] = {};
         float up[kLinearQuad] = {};
         total_of(total, row * Shape::kPitch + local);
         if (params.swiglu) total_of(up, row * Shape::kPitch + local + Shape::kWidth / 2);
-        store_outputs<T>(params, first_row + row, feature, total, up, bias, residual);
+        if (scales_rows<T>(params)) {
+          scale_quad(total, scales[first_row + row]);
+          if (params.swiglu) scale_quad(up, scales[first_row + row]);
+        }
+        const Quad stored = store_outputs<T>(params, first_row + row, feature, total, up, now.bias, now.residual);
+        if (weighs_rows<T>(params)) {
+          store_squares(params, first_row + row, feature,
+                        store_weighed<T>(params, first_row + row, feature, stored, now.next_norm), true);
+        }
       }
-      barrier();  // before these sums are overwritten, or this block's shared memory goes, everybody must have read them
+      // Before these sums are overwritten, or this block's shared memory goes, everybody must have read them.
+      if (params.cluster > 1) {
+        cluster_barrier_after_loads();
+      } else {
+        __syncthreads();
+      }
     }
   }
 }

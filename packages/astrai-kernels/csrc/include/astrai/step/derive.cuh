@@ -70,7 +70,7 @@ inline int fit_step(StepParams& p, const LinearDevice& device, int fixed) {
   const bool is_short = layer_stages * kStageBytes <= static_cast<int64_t>(kShortLayerBytes) * device.multiprocessors;
   const int wanted = p.depth >= kLeastStages ? p.depth : is_short ? kShortStages : kMostStages;
   p.depth = wanted < fits ? wanted : fits;
-  return queues + p.depth * kStepWarps * kStageBytes;
+  return queues + p.depth * kRowOfStages;
 }
 
 /// Lay the scratch out from `base` on, a device of `blocks` multiprocessors; returns its bytes.

@@ -1,0 +1,111 @@
+"""A norm in halves on a GPU: the two projections around it against a norm by itself, for every kernel of linear."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from astrai_kernels import linear, linear_after_norm, linear_before_norm, reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
+
+# Each kernel (1-8, 9-16, 17-32, 33-64, 65-128 rows), full and not.
+ROWS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128]
+# in_features of the first, features between, out_features of the second: those of Qwen3 0.6B, a 1.2B model, Llama 3.2 1B and
+# SmolLM2 135M; the fewest features that there can be; more than a team reads at once.
+SHAPES = [
+    (2048, 1024, 3072),
+    (1536, 1536, 6912),
+    (6912, 1536, 2048),
+    (8192, 2048, 3072),
+    (576, 576, 960),
+    (8, 64, 7),
+    (520, 4160, 1100),
+]
+EPS = 1e-6
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32, device="cuda").bfloat16()
+
+
+def weights(features: int, depth: int) -> Tensor:
+    return (torch.randn(features, depth, device="cuda") / depth**0.5).bfloat16()
+
+
+@pytest.mark.parametrize("extras", ["none", "bias", "residual", "bias and residual"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_first_half(fresh_seed, obeys_rule, shape, extras):
+    """The stream has linear's bits, where these are promised; it times the weights is rounded once; the squares are those of
+    the rounded stream."""
+    depth, hidden, _ = shape
+    w, norm = weights(hidden, depth), randn(hidden)
+    for rows in ROWS:
+        x = randn(rows, depth)
+        found = {
+            "bias": randn(hidden) if "bias" in extras else None,
+            "residual": randn(rows, hidden) if "residual" in extras else None,
+        }
+        out, weighed, squares = linear_before_norm(x, w, norm, **found)
+        if rows <= 16:
+            assert torch.equal(out, linear(x, w, **found)), rows
+        else:
+            wide = {name: None if tensor is None else tensor.float() for name, tensor in found.items()}
+            obeys_rule(out, reference.linear(x.float(), w.float(), **wide), reference.linear(x, w, **found))
+        assert torch.equal(weighed, (out.float() * norm.float()).bfloat16()), rows
+        expected = out.double().square().view(rows, hidden // 16, 16).sum(-1)
+        torch.testing.assert_close(squares.double(), expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_both_halves_obey_the_rule(fresh_seed, obeys_rule, shape, activation):
+    """Correctness rule, against a norm and a product in fp32 of the same stream."""
+    _, hidden, features = shape
+    w, norm = weights(features * (2 if activation else 1), hidden), 1 + 0.1 * randn(hidden)
+    for rows in ROWS:
+        stream = 3 * randn(rows, hidden)
+        identity = torch.eye(hidden, device="cuda").bfloat16()
+        _, weighed, squares = linear_before_norm(stream, identity, norm)
+        bias = None if activation else randn(features)
+        found = linear_after_norm(weighed, squares, w, eps=EPS, bias=bias, activation=activation)
+        wide = None if bias is None else bias.float()
+        normed = reference.rms_norm(stream.float(), norm.float(), EPS)
+        exact = reference.linear(normed, w.float(), bias=wide, activation=activation)
+        plain = reference.linear(reference.rms_norm(stream, norm, EPS), w, bias=bias, activation=activation)
+        obeys_rule(found, exact, plain)
+
+
+def test_a_row_does_not_depend_on_the_others(fresh_seed):
+    """Bit by bit among the row counts of one kernel; what other rows hold leaves no trace, not even NaN."""
+    norm, first, second = randn(1536), weights(1536, 2048), weights(2048, 1536)
+    for counts in ((1, 3, 8), (9, 16), (18, 32), (33, 40, 64), (65, 128)):
+        x, residual = randn(counts[-1], 2048), randn(counts[-1], 1536)
+        seen = []
+        for rows in counts:
+            part = x[:rows].clone()
+            part[1:] = torch.nan
+            _, weighed, squares = linear_before_norm(part, first, norm, residual=residual[:rows])
+            seen.append(linear_after_norm(weighed, squares, second, eps=EPS)[0])
+        assert all(torch.equal(row, seen[0]) for row in seen[1:])
+
+
+def test_large_streams_do_not_overflow(fresh_seed, obeys_rule):
+    """A stream of 1e4 and weights of 1e3: their products are far beyond what the result is."""
+    stream, w = 1e4 * randn(8, 1024), weights(512, 1024)
+    norm = 1e3 * randn(1024)
+    _, weighed, squares = linear_before_norm(stream, torch.eye(1024, device="cuda").bfloat16(), norm)
+    exact = reference.linear(reference.rms_norm(stream.float(), norm.float(), EPS), w.float())
+    plain = reference.linear(reference.rms_norm(stream, norm, EPS), w)
+    obeys_rule(linear_after_norm(weighed, squares, w, eps=EPS), exact, plain)
+
+
+def test_opcheck(fresh_seed):
+    """torch.library.opcheck passes."""
+    x, w, norm = randn(5, 128), weights(64, 128), randn(64)
+    torch.library.opcheck(torch.ops.astrai.linear_before_norm.default, (x, w, norm, None, randn(5, 64)))
+    _, weighed, squares = linear_before_norm(x, w, norm)
+    torch.library.opcheck(
+        torch.ops.astrai.linear_after_norm.default, (weighed, squares, weights(24, 64), None, True, 1e-6)
+    )
