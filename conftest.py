@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -61,7 +63,16 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the slow tests, the longest of them first, so that no worker is left with one at the end."""
+    """Begin with the slow tests, the longest of them first, so that no worker is left with one at the end.
+
+    With ``ASTRAI_TESTS_A_FILE`` in the environment, as many of each file are left.
+    """
+    if most := os.environ.get("ASTRAI_TESTS_A_FILE"):
+        seen: Counter[Path] = Counter()
+        for item in items:
+            seen[item.path] += 1
+            if seen[item.path] > int(most):
+                item.add_marker(pytest.mark.skip(reason=f"only {most} of a file are wanted"))
     items.sort(key=lambda item: ("test_wheels_alone" not in item.nodeid, item.get_closest_marker("slow") is None))
 
 

@@ -9,8 +9,8 @@ costs and what it can give, and nothing of how often guesses are right in a text
   with weights of its own always is: what is left is what wrong guesses cost.
 - ``agreed``: the draft is a quarter of the model's layers, and the other layers of the model add nothing to the residual
   stream (their output projections are zero). The two agree on every token.
-- ``circle``: no layer adds anything, and the output head answers each of a phrase's 24 tokens by the next and the last by the
-  first, so that the text is the phrase again and again, as in a prompt that is quoted word by word. Every n-gram is right.
+- ``circle``: no layer adds anything, and the output head answers each of a phrase's 24 tokens by the next, the last by the
+  first. The text is the phrase again and again, as where a prompt is quoted word by word, and every guess is right.
 
 The model does all of its work in each of them, and the rows without guesses are of the same weights. Columns: tokens/s, how
 many times quicker than without guesses, guesses made and taken per step.

@@ -1,4 +1,4 @@
-"""Each wheel is built, installed alone with what it declares, and passes its own tests there.
+"""Each wheel is built, installed alone with what it declares, and passes its own tests there, some of each file.
 
 torch is not installed again (it is most of a gigabyte) but shared: a .pth file leads to a folder that holds links to
 the installed torch and nothing else. pip finds torch's metadata there, so torch's own requirements are installed like
@@ -164,9 +164,10 @@ def test_a_wheel_alone(name: str, shared: Path, torch_alone: Path, tmp_path: Pat
     shutil.copytree(WHEELS[name].folder, copied, ignore=shutil.ignore_patterns("src", "build", "__pycache__"))
     for settings in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / settings, tmp_path)
-    report = run(
-        python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", copied / "tests", cwd=tmp_path
-    )
+    # Enough to use every import and every fixture: all of them have run beside the other wheels, which takes as long again.
+    some = CLEAN | {"ASTRAI_TESTS_A_FILE": "6"}
+    command = [python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", copied / "tests"]
+    report = run(*command, cwd=tmp_path, environment=some)
     assert re.search(r"\b[1-9]\d* passed", report), report
 
 

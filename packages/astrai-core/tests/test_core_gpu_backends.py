@@ -63,8 +63,7 @@ def test_steps_of_every_family_equal_torch_attention(served, options, dtype, mon
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_norm_between_two_projections_has_no_launch(served, dtype, monkeypatch):
-    """G2: in bf16 the projections around a norm do it, but in front of the first layer and behind the last; not in
-    deterministic mode, where a row must not get other bits than it has among many."""
+    """G2: in bf16 the projections around a norm do it, but in front of the first layer and behind the last."""
     calls = Counter()
     for module, name in (("fused", "rms_norm"), ("fused", "add_rms_norm"), ("normed_projection", "linear_after_norm")):
         op = getattr(kernels.module(module), name)

@@ -91,6 +91,73 @@ def test_a_row_does_not_depend_on_the_others(fresh_seed):
         assert all(torch.equal(row, seen[0]) for row in seen[1:])
 
 
+# Where the kernels of a fixed order change: beside those above more than a tile of 128 rows, and several in turn.
+FIXED_ROWS = [*range(1, 301), 511, 1100]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *SHAPES,
+        (1536, 5120, 72),  # more tiles of 64 than clusters of two that run at once
+        (640, 8512, 128),  # more tiles of 64 than there are multiprocessors
+        (640, 192, 20000),  # several tiles of 128 for each block
+    ],
+    ids=str,
+)
+def test_fixed_order(fresh_seed, shape):
+    """Reduction contract: with ``fixed_order`` a row's bits depend on that row and the weights alone, in the stream,
+    weighed, in its squares and behind the second half, whatever the number of rows and whoever is beside it."""
+    depth, hidden, features = shape
+    most = max(FIXED_ROWS)
+    first, norm, bias = weights(hidden, depth), randn(hidden), randn(hidden)
+    plain, gated = weights(features, hidden), weights(2 * features, hidden)
+    x, residual = randn(most, depth), randn(most, hidden)
+
+    def run(part: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        out, weighed, squares = linear_before_norm(
+            part, first, norm, bias=bias, residual=residual[rows], fixed_order=True
+        )
+        after = [
+            linear_after_norm(weighed, squares, plain, eps=EPS, bias=bias_of_plain, fixed_order=True),
+            linear_after_norm(weighed, squares, gated, eps=EPS, activation="swiglu", fixed_order=True),
+        ]
+        return out, weighed, squares, *after
+
+    bias_of_plain = randn(features)
+    every = torch.arange(most, device="cuda")
+    expected = run(x, every)
+    exact = linear(x, first, bias=bias, residual=residual, fixed_order=True)
+    assert torch.equal(expected[0], exact), "the stream has linear's bits"
+    assert torch.equal(expected[1], (exact.float() * norm.float()).bfloat16())
+    names = ("stream", "weighed", "squares", "second half", "second half with swiglu")
+    for rows in FIXED_ROWS:
+        start = int(torch.randint(0, most + 1 - rows, ()))
+        part = every[start : start + rows]
+        for name, found, wanted in zip(names, run(x[part], part), expected, strict=True):
+            assert torch.equal(found, wanted[part]), f"{name} of {rows} rows from {start}"
+    other = x.clone()
+    other[1:] = torch.nan
+    for name, found, wanted in zip(names, run(other, every), expected, strict=True):
+        assert torch.equal(found[0], wanted[0]), f"{name}: a row sees another"
+
+
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_many_rows_in_a_fixed_order_obey_the_rule(fresh_seed, obeys_rule, activation):
+    """Correctness rule above 128 rows, against a norm and a product in fp32 of the same stream."""
+    for depth, hidden, features in SHAPES:
+        x, first, norm = randn(333, depth), weights(hidden, depth), 1 + 0.1 * randn(hidden)
+        w = weights(features * (2 if activation else 1), hidden)
+        stream, weighed, squares = linear_before_norm(x, first, norm, fixed_order=True)
+        expected = stream.double().square().view(333, hidden // 16, 16).sum(-1)
+        torch.testing.assert_close(squares.double(), expected, rtol=1e-6, atol=0.0)
+        found = linear_after_norm(weighed, squares, w, eps=EPS, activation=activation, fixed_order=True)
+        exact = reference.linear(
+            reference.rms_norm(stream.float(), norm.float(), EPS), w.float(), activation=activation
+        )
+        obeys_rule(found, exact, reference.linear(reference.rms_norm(stream, norm, EPS), w, activation=activation))
+
+
 def test_large_streams_do_not_overflow(fresh_seed, obeys_rule):
     """A stream of 1e4 and weights of 1e3: their products are far beyond what the result is."""
     stream, w = 1e4 * randn(8, 1024), weights(512, 1024)
@@ -108,4 +175,10 @@ def test_opcheck(fresh_seed):
     _, weighed, squares = linear_before_norm(x, w, norm)
     torch.library.opcheck(
         torch.ops.astrai.linear_after_norm.default, (weighed, squares, weights(24, 64), None, True, 1e-6)
+    )
+    many = randn(130, 128), w, norm, None, None, True
+    torch.library.opcheck(torch.ops.astrai.linear_before_norm.default, many)
+    _, weighed, squares = linear_before_norm(many[0], w, norm, fixed_order=True)
+    torch.library.opcheck(
+        torch.ops.astrai.linear_after_norm.default, (weighed, squares, weights(24, 64), None, True, 1e-6, True)
     )

@@ -85,6 +85,14 @@ def test_heads(fresh_seed, obeys_rule, heads, q_lens):
     check(Case(*heads, q_lens=q_lens), obeys_rule)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_more_requests_than_lanes(fresh_seed, obeys_rule, head_dim):
+    """K1: in either order of the tiles each of them is taken, of whole prompts, of chunks and of requests without rows."""
+    lens = [1 + 37 * b % 400 for b in range(70)]
+    q_lens = [(n, 0, min(n, 130))[b % 3] for b, n in enumerate(lens)]
+    check(Case(4, 1, head_dim=head_dim, lens=lens, q_lens=q_lens), obeys_rule)
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_page_sizes(fresh_seed, obeys_rule, page_size):
     check(Case(page_size=page_size), obeys_rule)

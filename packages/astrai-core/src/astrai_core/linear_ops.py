@@ -21,7 +21,8 @@ NORM_ROWS, NORM_BYTES = 1, 65536
 The same step: one sequence 0.92 ms so and 0.93 with a launch for the norm, eight sequences 1.03 and 1.00."""
 
 HALVED_ROWS = range(1, 129)
-"""Row counts of which a norm between two projections is shared out among them (:class:`HalfNorm`)."""
+"""Row counts of which a norm between two projections is shared out among them (:class:`HalfNorm`); in deterministic mode any
+number, since the result has other bits than that of a norm by itself."""
 
 PACKED_ROWS = range(1, 33)
 """Row counts for which the packed layout wins on a CPU. All products of a SmolLM2-135M step in fp32 on two cores: one row
@@ -115,7 +116,13 @@ def fused_linear(
     if half is not None:
         assert norm is not None and residual is None
         after: Tensor = kernels.module("normed_projection").linear_after_norm(
-            half.weighed, half.squares, weight, eps=norm[1], bias=bias, activation="swiglu" if gated else None
+            half.weighed,
+            half.squares,
+            weight,
+            eps=norm[1],
+            bias=bias,
+            activation="swiglu" if gated else None,
+            fixed_order=torch.are_deterministic_algorithms_enabled(),
         )
         return after
     if ops.by_kernel(x) and _kernel_takes(x, weight):
@@ -153,15 +160,14 @@ class HalfNorm(NamedTuple):
 def can_begin_norm(x: Tensor, norm_weight: Tensor) -> bool:
     """Whether :func:`begin_norm` takes rows such as `x`, where :func:`can_fuse` says yes to both projections.
 
-    The result differs by rounding from that of a norm by itself, which is what more rows get: not in deterministic mode.
+    The result differs by rounding from that of a norm by itself, so in deterministic mode their number does not matter.
     """
     return (
         x.dtype == torch.bfloat16
         and x.dtype == norm_weight.dtype
-        and x.shape[0] in HALVED_ROWS
+        and (torch.are_deterministic_algorithms_enabled() or x.shape[0] in HALVED_ROWS)
         and norm_weight.shape[0] % 64 == 0
         and norm_weight.storage_offset() % 8 == 0
-        and not torch.are_deterministic_algorithms_enabled()
     )
 
 
@@ -186,7 +192,12 @@ def begin_norm(
     The stream ``[tokens, hidden]`` and the :class:`HalfNorm` for the projection that reads it.
     """
     stream, *half = kernels.module("normed_projection").linear_before_norm(
-        x, weight, norm_weight, bias=bias, residual=residual
+        x,
+        weight,
+        norm_weight,
+        bias=bias,
+        residual=residual,
+        fixed_order=torch.are_deterministic_algorithms_enabled(),
     )
     return stream, HalfNorm(*half)
 

@@ -62,8 +62,8 @@ void launch_linear(const LinearParams& params, int dtype, int device, std::uintp
     require(params.norm_eps >= 0.0f, what, "norm_eps must not be negative");
   }
   if (params.squares || params.next_norm) {
-    require(dtype == 2 && params.rows <= kLinearFewRows && !params.fixed_order && !params.norm_weight, what,
-            "a norm in halves takes bfloat16 and at most 128 rows, without fixed_order and norm_weight");
+    require(dtype == 2 && (params.rows <= kLinearFewRows || params.fixed_order) && !params.norm_weight, what,
+            "a norm in halves takes bfloat16, more than 128 rows with fixed_order alone, and no norm_weight");
   }
   if (params.squares) {
     require(params.depth % kHalfMultiple == 0 && is_aligned(params.squares, 16), what,

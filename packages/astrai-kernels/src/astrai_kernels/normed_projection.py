@@ -9,9 +9,11 @@ from torch import Tensor
 
 from . import _checks as checks
 from ._library import refuse_grad, register
+from .projection import MOST_ROWS as MOST_FIXED_ROWS
 from .projection import check, launch
 
 MOST_ROWS = 128
+"""Without `fixed_order`."""
 FEATURES_MULTIPLE = 64
 HALF_WIDTH = 16
 """Features of a row that one sum of squares is of."""
@@ -19,11 +21,13 @@ HALF_WIDTH = 16
 _EIGHT_BYTES, _SIXTEEN_BYTES = 8, 16
 
 
-def _check_rows(op: str, x: Tensor, hidden: int, name: str) -> int:
+def _check_rows(op: str, x: Tensor, hidden: int, name: str, fixed_order: bool) -> int:
     rows = x.numel() // x.shape[-1]
     checks.check_dtype(op, "x", x, torch.bfloat16)
-    if rows > MOST_ROWS:
-        raise ValueError(f"{op}: x has {rows} rows, expected at most {MOST_ROWS}")
+    if rows > MOST_ROWS and not fixed_order:
+        raise ValueError(
+            f"{op}: x has {rows} rows, expected at most {MOST_ROWS}, or with fixed_order {MOST_FIXED_ROWS}"
+        )
     if hidden % FEATURES_MULTIPLE:
         raise ValueError(f"{op}: {name} is {hidden}, expected a multiple of {FEATURES_MULTIPLE}")
     return rows
@@ -35,11 +39,16 @@ def _check_aligned(op: str, name: str, tensor: Tensor, multiple: int) -> None:
 
 
 def _before_fake(
-    x: Tensor, weight: Tensor, norm_weight: Tensor, bias: Tensor | None, residual: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    fixed_order: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     op = "linear_before_norm"
     shape = check(x, weight, bias, residual, False, None, 0.0)
-    rows = _check_rows(op, x, shape[-1], "out_features of weight")
+    rows = _check_rows(op, x, shape[-1], "out_features of weight", fixed_order)
     checks.check_device(op, "norm_weight", norm_weight, x.device)
     checks.check_dtype(op, "norm_weight", norm_weight, x.dtype)
     checks.check_shape(op, "norm_weight", norm_weight, (shape[-1],), "out_features of weight")
@@ -49,21 +58,33 @@ def _before_fake(
 
 
 def _before(
-    x: Tensor, weight: Tensor, norm_weight: Tensor, bias: Tensor | None, residual: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    fixed_order: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, weighed, squares = _before_fake(x, weight, norm_weight, bias, residual)
+    out, weighed, squares = _before_fake(x, weight, norm_weight, bias, residual, fixed_order)
     _check_aligned("linear_before_norm", "norm_weight", norm_weight, _EIGHT_BYTES)
-    launch(x, weight, bias, residual, False, None, 0.0, out, False, following=(norm_weight, weighed, squares))
+    following = (norm_weight, weighed, squares)
+    launch(x, weight, bias, residual, False, None, 0.0, out, fixed_order, following=following)
     return out, weighed, squares
 
 
 def _after_fake(
-    weighed: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool, eps: float
+    weighed: Tensor,
+    squares: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    swiglu: bool,
+    eps: float,
+    fixed_order: bool = False,
 ) -> Tensor:
     op = "linear_after_norm"
     shape = check(weighed, weight, bias, None, swiglu, None, 0.0)
     hidden = weighed.shape[-1]
-    rows = _check_rows(op, weighed, hidden, "in_features")
+    rows = _check_rows(op, weighed, hidden, "in_features", fixed_order)
     checks.check_device(op, "squares", squares, weighed.device)
     checks.check_dtype(op, "squares", squares, torch.float32)
     checks.check_shape(op, "squares", squares, (rows, hidden // HALF_WIDTH), f"rows of x, in_features / {HALF_WIDTH}")
@@ -74,28 +95,43 @@ def _after_fake(
     return weighed.new_empty(shape)
 
 
-def _after(weighed: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool, eps: float) -> Tensor:
-    out = _after_fake(weighed, squares, weight, bias, swiglu, eps)
+def _after(
+    weighed: Tensor,
+    squares: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    swiglu: bool,
+    eps: float,
+    fixed_order: bool = False,
+) -> Tensor:
+    out = _after_fake(weighed, squares, weight, bias, swiglu, eps, fixed_order)
     _check_aligned("linear_after_norm", "squares", squares, _SIXTEEN_BYTES)
-    launch(weighed, weight, bias, None, swiglu, None, eps, out, False, squares=squares)
+    launch(weighed, weight, bias, None, swiglu, None, eps, out, fixed_order, squares=squares)
     return out
 
 
 _before_op = register(
-    "linear_before_norm(Tensor x, Tensor weight, Tensor norm_weight, Tensor? bias, Tensor? residual)"
-    " -> (Tensor, Tensor, Tensor)",
+    "linear_before_norm(Tensor x, Tensor weight, Tensor norm_weight, Tensor? bias, Tensor? residual,"
+    " bool fixed_order=False) -> (Tensor, Tensor, Tensor)",
     _before,
     _before_fake,
 )
 _after_op = register(
-    "linear_after_norm(Tensor weighed, Tensor squares, Tensor weight, Tensor? bias, bool swiglu, float eps) -> Tensor",
+    "linear_after_norm(Tensor weighed, Tensor squares, Tensor weight, Tensor? bias, bool swiglu, float eps,"
+    " bool fixed_order=False) -> Tensor",
     _after,
     _after_fake,
 )
 
 
 def linear_before_norm(
-    x: Tensor, weight: Tensor, norm_weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    fixed_order: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do :func:`linear` and the first half of an RMSNorm (arXiv 1910.07467) of its result, for :func:`linear_after_norm`.
 
@@ -106,13 +142,15 @@ def linear_before_norm(
     Parameters
     ----------
     x : Tensor
-        ``[..., in_features]``, bfloat16, at most 128 rows; else as in :func:`linear`.
+        ``[..., in_features]``, bfloat16, at most 128 rows without `fixed_order`; else as in :func:`linear`.
     weight : Tensor
         ``[out_features, in_features]``; out_features a multiple of 64.
     norm_weight : Tensor
         ``[out_features]``, bfloat16, at a multiple of 8 bytes.
     bias, residual : Tensor, optional
         As in :func:`linear`.
+    fixed_order : bool
+        A row of all three results depends on that row and the weights alone, as in :func:`linear`.
 
     Returns
     -------
@@ -131,7 +169,7 @@ def linear_before_norm(
         If an input requires a gradient while gradients are enabled, or CUDA refuses the launch.
     """
     refuse_grad("linear_before_norm", x=x, weight=weight, norm_weight=norm_weight, bias=bias, residual=residual)
-    result: tuple[Tensor, Tensor, Tensor] = _before_op(x, weight, norm_weight, bias, residual)
+    result: tuple[Tensor, Tensor, Tensor] = _before_op(x, weight, norm_weight, bias, residual, fixed_order)
     return result
 
 
@@ -143,6 +181,7 @@ def linear_after_norm(
     eps: float,
     bias: Tensor | None = None,
     activation: str | None = None,
+    fixed_order: bool = False,
 ) -> Tensor:
     """Do the second half of the norm that :func:`linear_before_norm` began, and :func:`linear` of it.
 
@@ -151,7 +190,7 @@ def linear_after_norm(
     Parameters
     ----------
     weighed : Tensor
-        ``[..., in_features]``, bfloat16, at most 128 rows; in_features a multiple of 64.
+        ``[..., in_features]``, bfloat16, at most 128 rows without `fixed_order`; in_features a multiple of 64.
     squares : Tensor
         ``[rows, in_features / 16]`` float32, contiguous.
     weight : Tensor
@@ -162,6 +201,8 @@ def linear_after_norm(
         ``[out_features]``.
     activation : {None, "swiglu"}
         As in :func:`linear`.
+    fixed_order : bool
+        A row's bits depend on that row, its squares and the weight alone, as in :func:`linear`.
 
     Returns
     -------
@@ -177,5 +218,5 @@ def linear_after_norm(
     """
     checks.check_epilogue(bias, None, activation)
     refuse_grad("linear_after_norm", weighed=weighed, squares=squares, weight=weight, bias=bias)
-    result: Tensor = _after_op(weighed, squares, weight, bias, activation is not None, eps)
+    result: Tensor = _after_op(weighed, squares, weight, bias, activation is not None, eps, fixed_order)
     return result

@@ -35,8 +35,9 @@ class DecoderBlock(nn.Module):
     ) -> tuple[Tensor, Tensor | None, HalfNorm | None]:
         """Return the layer's output, not yet added to the residual stream, that stream, and half of the next norm.
 
-        Where few rows are decoded by the kernels, the additions happen in the projections before them, and norms in the
-        projections around them: x is then the whole stream, and there is no residual (six launches instead of nine).
+        Where few rows, or in deterministic mode any number, go through the kernels, the additions happen in the
+        projections before them, and norms in the projections around them: x is then the whole stream, and there is no
+        residual (six launches instead of nine).
 
         Parameters
         ----------

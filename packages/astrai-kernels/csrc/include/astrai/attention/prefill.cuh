@@ -89,6 +89,7 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
     int* now = slots;
     int* next = slots + kKeys;
     const int first_slot = this->find_slot(position, span.low, span.high);
+    this->copy_queries();  // behind the slots, which the first keys wait for
     if (thread < kKeys) now[thread] = first_slot;
     if constexpr (KV::kNarrow) this->store_scales(now, this->find_scales(first_slot));
     __syncthreads();
@@ -137,6 +138,7 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
 
   /// Two tiles of each: the next values, and the keys behind the next, are on their way during the whole of this one.
   __device__ __forceinline__ void walk_ahead(const Span& span, float scale_log2) {
+    this->copy_queries();
     int position = span.low / kKeys * kKeys;
     int* now = slots;
     int* next = slots + kKeys;
@@ -216,7 +218,6 @@ struct Prefill : PrefillTile<T, KV, kDim, kExtras> {
     const int last_position = min(first_position + kQueries, seq_len) - 1;
     const Span span = {p.window ? max(0, first_position + 1 - p.window) : 0, last_position + 1,
                        p.window ? max(0, last_position + 1 - p.window) : 0, first_position + 1};
-    this->copy_queries();
     if constexpr (kAhead) {
       walk_ahead(span, p.scale * kLog2e);
     } else {

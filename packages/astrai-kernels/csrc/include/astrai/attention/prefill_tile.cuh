@@ -3,6 +3,7 @@
 
 #include "astrai/attention/decode_shape.cuh"
 #include "astrai/attention/params.h"
+#include "astrai/attention/prefill_place.cuh"
 #include "astrai/attention/prefill_shape.cuh"
 #include "astrai/attention/tile_copies.cuh"
 #include "astrai/common/types.cuh"
@@ -62,43 +63,17 @@ struct PrefillTile {
   /// Tell the compiler that a value is the same in all lanes.
   static __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-  /// Find the `index`-th tile from the end, so that the longest rows of a request start first. False: there is none.
+  /// Find the `index`-th tile to start. False: there is none.
   __device__ __forceinline__ bool find_tile(int index) {
-    int total = 0;
-    for (int first = 0; first < p.batch; first += 32) total += warp_total(tiles_of(first + lane));
-    int wanted = total - 1 - index;
-    if (wanted < 0) return false;
-    for (int first = 0;; first += 32) {
-      const int own = tiles_of(first + lane);
-      int inclusive = own;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const int below = __shfl_up_sync(0xffffffffu, inclusive, offset);
-        if (lane >= offset) inclusive += below;
-      }
-      const uint32_t beyond = __ballot_sync(0xffffffffu, inclusive > wanted);
-      if (beyond) {
-        const int at = __ffs(static_cast<int>(beyond)) - 1;
-        request = first + at;
-        first_position = (wanted - __shfl_sync(0xffffffffu, inclusive - own, at)) * kQueries;
-        break;
-      }
-      wanted -= __shfl_sync(0xffffffffu, inclusive, 31);
-    }
-    request = uniform(request);
+    const PrefillPlaces<kQueries> places = {p, lane};
+    PrefillPlace place;
+    if (!(kShape.most_keys_first ? places.most_keys_first(index, place) : places.last_first(index, place))) return false;
+    request = place.request;
     seq_len = uniform(p.seq_lens[request]);
     first_token = uniform(p.qo_indptr[request + 1]) - seq_len;
-    first_position = uniform(first_position) + uniform(p.qo_indptr[request]) - first_token;
+    first_position = place.row + uniform(p.qo_indptr[request]) - first_token;
     table_row = uniform(p.req_indices ? static_cast<int>(p.req_indices[request]) : request);
     return true;
-  }
-  __device__ __forceinline__ int tiles_of(int index) const {
-    return index < p.batch ? (p.qo_indptr[index + 1] - p.qo_indptr[index] + kQueries - 1) / kQueries : 0;
-  }
-  static __device__ __forceinline__ int warp_total(int value) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
-    return value;
   }
 
   __device__ __forceinline__ void copy_queries() const {

@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kWarps * 32, kTiles * kRowTiles > 4 ? 1 : 2)
       const int feature = tile * outputs + item % quads * kLinearQuad;
       if (j >= kAhead) fetch_addends(j);
       const bool wanted = row < params.rows && feature < params.features;
-      float squares = 0.0f;
+      float2 squares = make_float2(0.0f, 0.0f);
       if (wanted) {
         const float* source = sums + row * kPitch + item % quads * kLinearQuad;
         float total[kLinearQuad] = {};

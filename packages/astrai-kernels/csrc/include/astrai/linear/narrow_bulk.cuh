@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 2)
       return;
     }
     meet(barrier, threads);
-    float squares = 0.0f;
+    float2 squares = make_float2(0.0f, 0.0f);
     if (ends) {
       const float* source = sums + (merge * kBulkWarps + group * p.slices) * sums_pitch + out_row * kBulkPitch +
                             (out_feature & (outputs - 1));

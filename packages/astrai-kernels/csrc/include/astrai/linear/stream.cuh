@@ -174,7 +174,8 @@ struct LinearStream : StreamEnd<T, StreamShape<kWidth, kGroups, kSets, kStages, 
   }
 };
 
-/// A cluster takes one tile; a block by itself takes every gridDim.x-th.
+/// A cluster takes one tile; a block by itself takes every gridDim.x-th. One that begins a norm is a cluster of its own, and
+/// has a single tile.
 template <typename T, int kWidth, int kGroups, int kSets, int kStages, bool kFixed>
 __global__ void __launch_bounds__(StreamShape<kWidth, kGroups, kSets, kStages, kFixed>::kThreads, 1)
     linear_stream_kernel(const LinearParams params, const __grid_constant__ TensorMap weight_map,
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(StreamShape<kWidth, kGroups, kSets, kStages, k
   extern __shared__ __align__(1024) uint4 stream_pool[];
   __shared__ float scales[Shape::kRows];
   const Kernel kernel(params, stream_pool, scales);
-  const bool shares = Shape::kShares && params.cluster > 1;
+  const bool shares = Shape::kShares && (params.cluster > 1 || weighs_rows<T>(params));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(kernel.full + 8 * i, 1);
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(StreamShape<kWidth, kGroups, kSets, kStages, k
     return;
   }
   pdl_wait();
-  if (Shape::kScales && scales_rows<T>(params)) {
+  if (scales_rows<T>(params)) {
     constexpr int kMultiply = 32 * Shape::kWarps * kSets;  // threads that do not copy
     find_scales<kMultiply>(params, scales, static_cast<int>(threadIdx.x));
     asm volatile("bar.sync 3, %0;" ::"n"(kMultiply) : "memory");

@@ -34,8 +34,7 @@ struct StreamShape {
   static constexpr int kMostOwn = kFixed && kShares ? kStreamMostOwn : 1;
   static constexpr int kMostPartials = kFixed ? kLinearMostSlices : kStreamMostSlices;  // sums of an output, in a cluster
   static constexpr bool kOneSet = kSets == 1;
-  static constexpr bool kScales = !kFixed;             // may read a norm in halves,
-  static constexpr bool kWeighs = !kFixed && kShares;  // and begin one, in a cluster: what completes a stream has few features
+  static constexpr bool kWeighs = kShares;  // may begin a norm in halves: what completes a stream has few features
   static_assert(!kShares || kSets == 1, "all of a block leaves its sums at once");
   static_assert(!kShares || kMostOwn * kSumBytes <= kRingBytes, "sums take the ring's place when it has been read");
 };
@@ -132,25 +131,18 @@ struct StreamEnd {
   /// Store two features of rows `row` and `row` + 8 times their norm's weights, and add their squares.
   __device__ __forceinline__ void weigh_pair(int row, int feature, const Quad& output, uint32_t weights,
                                              float (&squares)[2]) const {
-    float value[kLinearQuad];
-    float factor[kLinearQuad];
-    unpack(output, value, T());
-    unpack(Quad{{weights, weights}}, factor, T());
-#pragma unroll
-    for (int i = 0; i < kLinearQuad; ++i) {
-      squares[i / 2] = fmaf(value[i], value[i], squares[i / 2]);
-      value[i] = __fmul_rn(value[i], factor[i]);
-    }
-    const Quad result = pack(value, T());
-    uint16_t* target = static_cast<uint16_t*>(p.next_x) + static_cast<int64_t>(row) * p.features + feature;
-    if (row < p.rows) *reinterpret_cast<uint32_t*>(target) = result.word[0];
-    if (row + 8 < p.rows) *reinterpret_cast<uint32_t*>(target + 8 * static_cast<int64_t>(p.features)) = result.word[1];
+    float2 of_pair;
+    const Quad result = weigh<T>(output, Quad{{weights, weights}}, of_pair);
+    squares[0] = __fadd_rn(squares[0], of_pair.x);
+    squares[1] = __fadd_rn(squares[1], of_pair.y);
+    if (row < p.rows) *reinterpret_cast<uint32_t*>(weighed_at(p, row, feature)) = result.word[0];
+    if (row + 8 < p.rows) *reinterpret_cast<uint32_t*>(weighed_at(p, row + 8, feature)) = result.word[1];
   }
 
   /// The second half of a norm, if there is one.
   template <int kTiles>
   __device__ __forceinline__ void scale(int owner, float (&sum)[kTiles][4]) const {
-    if (!Shape::kScales || !scales_rows<T>(p)) return;
+    if (!scales_rows<T>(p)) return;
     const float factor[2] = {scales[row_of(owner)], scales[row_of(owner) + 8]};
 #pragma unroll
     for (int i = 0; i < 4 * kTiles; ++i) sum[i / 4][i % 4] = __fmul_rn(sum[i / 4][i % 4], factor[i % 4 / 2]);

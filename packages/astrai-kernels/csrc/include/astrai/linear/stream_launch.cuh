@@ -160,7 +160,7 @@ cudaError_t launch_linear_stream(const LinearParams& params, const LinearDevice&
     return launch_linear_stream<T, 128, kGroups, kBroadSets, kBroadStages, kFixed>(params, device, 1, dtype, stream);
   }
   const int cluster = stream_cluster<T, kGroups, kNarrowStages, kFixed>(params, device);
-  if (params.next_norm != nullptr && cluster == 1) return cudaErrorInvalidValue;
+  if (!kFixed && params.next_norm != nullptr && cluster == 1) return cudaErrorInvalidValue;
   if (!stream_suits<64, kGroups, 1, kNarrowStages, kFixed>(params, device, cluster)) return cudaErrorInvalidValue;
   return launch_linear_stream<T, 64, kGroups, 1, kNarrowStages, kFixed>(params, device, cluster, dtype, stream);
 }

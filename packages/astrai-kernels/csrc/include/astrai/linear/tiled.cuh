@@ -11,6 +11,7 @@
 #include "astrai/common/pdl.cuh"
 #include "astrai/linear/derive.cuh"
 #include "astrai/linear/fragments.cuh"
+#include "astrai/linear/halves.cuh"
 #include "astrai/linear/wgmma.cuh"
 
 namespace astrai {
@@ -44,13 +45,27 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
   return turned;
 }
 
+/// Store a row's features `feature`, + 1, + 8 and + 9, all there, times their norm's weights, and the squares of sixteen.
+template <typename T>
+__device__ __forceinline__ void weigh_cell(const LinearParams& params, int row, int feature, const Quad& output) {
+  const auto* weight = reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(params.next_norm) + feature);
+  float2 squares;
+  const Quad result = weigh<T>(output, Quad{{__ldg(weight), __ldg(weight + 4)}}, squares);
+  auto* target = reinterpret_cast<uint32_t*>(weighed_at(params, row, feature));
+  target[0] = result.word[0];
+  target[4] = result.word[1];
+  store_squares(params, row, feature, __fadd_rn(squares.x, squares.y), true);
+}
+
 /// Finish and store a warp's sums: cell i is weight rows `local(i)` .. + 15 of the tile and rows `row(i)` .. + 7 of x.
+/// `scales`: of the tile's rows, where a norm is in halves.
 ///
 /// The sums of a lane are (feature g, row 2q), (g, 2q + 1), (g + 8, 2q), (g + 8, 2q + 1). Rounded and turned over they
 /// are pairs of neighbouring features of row g; what comes after the rounding is done there.
 template <typename T, typename Local, typename Row>
 __device__ __forceinline__ void store_tile(const LinearParams& params, int tile, int first_row,
-                                           float (&sum)[kTiledCells][4], const Local& local, const Row& row) {
+                                           float (&sum)[kTiledCells][4], const float* scales, const Local& local,
+                                           const Row& row) {
   const int lane = threadIdx.x % 32;
   const int shrink = params.swiglu ? 2 : 1;  // weight rows of an output
   const int first_feature = tile * (kTiledWidth / shrink);
@@ -70,6 +85,11 @@ __device__ __forceinline__ void store_tile(const LinearParams& params, int tile,
 #pragma unroll
   for (int i = 0; i < kTiledCells; ++i) {
     float (&value)[4] = sum[i];
+    if (scales_rows<T>(params)) {
+      const float2 scale = *reinterpret_cast<const float2*>(scales + row(i) + lane % 4 * 2);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) value[j] = __fmul_rn(value[j], j % 2 == 0 ? scale.x : scale.y);
+    }
     if (params.swiglu) {
       value[0] = gated_silu(value[0], value[2]);
       value[1] = gated_silu(value[1], value[3]);
@@ -94,6 +114,7 @@ __device__ __forceinline__ void store_tile(const LinearParams& params, int tile,
     uint16_t* target = static_cast<uint16_t*>(params.out) + row_of(i) * params.out_stride + feature_of(i);
     store_pair(target, result.word[0], left, params.pairs_aligned);
     if (!params.swiglu) store_pair(target + 8, result.word[1], left - 8, params.pairs_aligned);
+    if (weighs_rows<T>(params) && left > 0) weigh_cell<T>(params, row_of(i), feature_of(i), result);
   }
 }
 
@@ -111,6 +132,7 @@ __global__ void __launch_bounds__(kTiledThreads, 1) linear_tiled_kernel(const Li
   constexpr int kCopyBytes = kTiledCopyRows * kStepBytes;
 
   extern __shared__ __align__(1024) uint4 tiled_pool[];
+  __shared__ __align__(8) float scales[kTiledRows];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int outputs = params.swiglu ? kTiledWidth / 2 : kTiledWidth;
@@ -233,6 +255,11 @@ __global__ void __launch_bounds__(kTiledThreads, 1) linear_tiled_kernel(const Li
 
   int slot = 0;
   for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
+    int weight_tile, row_tile;
+    place_of(tile, weight_tile, row_tile);
+    constexpr int kScaleRows = kTiledRows / (kTiledThreads / 32);  // rows whose scales a warp finds
+    ScaleRounds<kScaleRows> rounds;
+    if (scales_rows<T>(params)) rounds.start(params, row_tile * kTiledRows + warp * kScaleRows, lane);
     float total[kTiledCells][4];
 #pragma unroll 1
     for (int slice = 0; slice < params.slices; ++slice) {
@@ -248,6 +275,7 @@ __global__ void __launch_bounds__(kTiledThreads, 1) linear_tiled_kernel(const Li
         __syncthreads();  // the stage is here, and everybody has left the one that is filled anew
         fetch(ahead);
         multiply(queue + slot * kTiledStageBytes);
+        if (scales_rows<T>(params)) rounds.advance(params, scales + warp * kScaleRows, lane);
         slot = slot + 1 == kStages ? 0 : slot + 1;
       }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -259,9 +287,11 @@ __global__ void __launch_bounds__(kTiledThreads, 1) linear_tiled_kernel(const Li
         whole = slice == 0 ? sum[i / 4][i % 4] : __fadd_rn(whole, sum[i / 4][i % 4]);
       }
     }
-    int weight_tile, row_tile;
-    place_of(tile, weight_tile, row_tile);
-    store_tile<T>(params, weight_tile, row_tile * kTiledRows, total, cell_local, cell_row);
+    if (scales_rows<T>(params)) {
+      while (rounds.left > 0) rounds.advance(params, scales + warp * kScaleRows, lane);
+      __syncthreads();  // before the next tile's are stored there is the barrier of its first step
+    }
+    store_tile<T>(params, weight_tile, row_tile * kTiledRows, total, scales, cell_local, cell_row);
   }
 }
 
@@ -286,6 +316,7 @@ cudaError_t launch_linear_tiled(const LinearParams& params, const LinearDevice& 
   return launch(kernel, dim3(static_cast<unsigned int>(blocks)), dim3(kTiledThreads), kBytes, stream, params);
 }
 
+/// A block's static shared memory counts too.
 template <bool kGroups>
 bool tiled_suits(const LinearParams& params, const LinearDevice& device) {
   return params.norm_weight == nullptr && (!kGroups || device.major == 9) &&
