@@ -28,7 +28,7 @@ struct QkvPairedShape {
 /// Six leave a thread 80 registers. On 9.0 bfloat16 does with them and is 9 % faster; float16 there, and 10.0, would spill.
 template <typename T>
 constexpr int kQkvNormBlocks = 1;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <>
 constexpr int kQkvNormBlocks<bfloat16> = 6;
 #endif
