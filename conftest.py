@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,13 @@ def pytest_configure() -> None:
         # Workers share the cores, so a time limit for one example would fail at random.
         settings.register_profile("astrai", deadline=None)
         settings.load_profile("astrai")
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """Seed torch for each test, which draws the same whatever ran before it in its process."""
+    if "torch" in sys.modules:  # where a test is the first to import it, the seed is torch's own constant
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

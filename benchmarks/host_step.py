@@ -26,7 +26,6 @@ import torch
 from benchmarks.measure import table
 
 from astrai_core import SamplingParams
-from astrai_core.model.transformer import CausalLMOutput
 from astrai_core.types import Request
 from astrai_infer import EngineConfig, InferenceEngine
 from astrai_infer.task import Batch, StepResult, Task
@@ -55,8 +54,7 @@ class NullModel(ScriptedModel):
     def forward_paged(self, input_ids: Any, position_ids: Any, cache: Any, backend: Any, logit_rows: Any = None) -> Any:
         """Return the fixed logits of as many rows as are asked for."""
         n = len(input_ids if logit_rows is None else logit_rows)
-        logits = self.logits if n == len(self.logits) else self.logits[:n]
-        return CausalLMOutput(logits, logits)
+        return self.logits if n == len(self.logits) else self.logits[:n]
 
 
 class NullRunner:

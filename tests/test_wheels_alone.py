@@ -165,7 +165,7 @@ def test_a_wheel_alone(name: str, shared: Path, torch_alone: Path, tmp_path: Pat
     for settings in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / settings, tmp_path)
     # Enough to use every import and every fixture: all of them have run beside the other wheels, which takes as long again.
-    some = CLEAN | {"ASTRAI_TESTS_A_FILE": "6"}
+    some = CLEAN | {"ASTRAI_TESTS_A_FILE": "2"}
     command = [python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", copied / "tests"]
     report = run(*command, cwd=tmp_path, environment=some)
     assert re.search(r"\b[1-9]\d* passed", report), report

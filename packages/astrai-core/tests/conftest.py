@@ -260,7 +260,7 @@ def served(request: pytest.FixtureRequest) -> Callable[..., list[torch.Tensor]]:
             cache = pool.step(step)
             positions = torch.cat([torch.arange(before[row], before[row] + n) for row, n in step.items()])
             rows = torch.cat([torch.full((n,), row) for row, n in step.items()])
-            out = model.forward_paged(tokens[rows, positions].to(device), positions.to(device), cache, backend).logits
+            out = model.forward_paged(tokens[rows, positions].to(device), positions.to(device), cache, backend)
             for row, part in zip(step, out.split(list(step.values())), strict=True):
                 logits[row].append(part)
         return [torch.cat(parts) for parts in logits]

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from astrai_core import kernels, linear_ops, ops
 from astrai_core.attention.torch_native import TorchNativeBackend
+from astrai_core.auto import AutoModel
+from astrai_core.config.model import ModelConfig
 from astrai_core.model.layers import Linear
 
 
@@ -26,6 +28,13 @@ def after(weighed, squares, weight, *, eps, bias=None, activation=None, fixed_or
     return product if activation is None else ops.swiglu(product)
 
 
+class Same(torch.nn.Module):
+    """An adapter that adds nothing."""
+
+    def forward(self, x, output):
+        return output
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Few rows take the road of the kernels; returns what the stand-ins were given."""
@@ -40,20 +49,42 @@ def calls(monkeypatch):
 
 
 def test_a_model_gives_the_same_logits(served, calls, monkeypatch):
-    """Every norm but the first and the last is in halves, each with its own weight and the projection that reads it."""
+    """Every norm but the first is in halves, each with its own weight and the projection that reads it."""
     found = served(TorchNativeBackend(), dtype=torch.bfloat16, page_size=4)
     kinds = [kind for kind, _ in calls]
     assert kinds, "the road was taken"
     assert kinds == ["before", "after"] * (len(kinds) // 2), "what one began the next ended"
-    n_steps = len(kinds) // 10  # three layers: five norms between projections
+    n_steps = len(kinds) // 12  # three layers and the output projection: six norms between projections
     norms = {id(tensor) for kind, tensor in calls if kind == "before"}
-    assert len(kinds) == 10 * n_steps and len(norms) == 5
+    assert len(kinds) == 12 * n_steps and len(norms) == 6
     monkeypatch.setattr(linear_ops, "HALVED_ROWS", range(0))
     expected = served(TorchNativeBackend(), dtype=torch.bfloat16, page_size=4)
     assert len(calls) == len(kinds)
     for mine, other in zip(found, expected, strict=True):
         tolerance = 6 * torch.finfo(torch.bfloat16).eps * float(other.abs().max())
         torch.testing.assert_close(mine.float(), other.float(), atol=tolerance, rtol=0)
+
+
+@torch.no_grad()
+def test_the_final_norm_ends_in_the_rows_whose_logits_are_wanted(calls, step_pool):
+    """A row's bits do not depend on which others are wanted (G2); an adapter reads what a fused projection does not keep."""
+    shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = ModelConfig.from_dict({"model_type": "llama", "num_attention_heads": 2} | shape)
+    model = AutoModel.from_config(config, "bfloat16", "cpu", torch.Generator().manual_seed(0)).eval()
+
+    def logits(logit_rows=None):
+        pool = step_pool([None], config.num_key_value_heads, config.head_dim, 2, 8, 4, dtype=torch.bfloat16)
+        ids, positions = torch.arange(5), torch.tensor([0, 1, 2, 0, 1])
+        return model.forward_paged(ids, positions, pool.step({0: 3, 1: 2}), TorchNativeBackend(), logit_rows)
+
+    wanted = torch.tensor([2, 4])
+    some, every = logits(wanted), logits()
+    assert [kind for kind, _ in calls] == ["before", "after"] * 4 and calls[-1][1] is model.lm_head.weight
+    assert torch.equal(some, every[wanted])
+    model.lm_head.adapter = Same()
+    calls.clear()
+    torch.testing.assert_close(logits(wanted), some, atol=0.02, rtol=0.02)
+    assert [kind for kind, _ in calls] == ["before", "after"]
 
 
 @torch.no_grad()

@@ -86,10 +86,9 @@ def steps(model: Any, pool: Any, pattern: list[dict[int, int]], whole: WholeStep
         positions = torch.cat([torch.arange(before[row], before[row] + n) for row, n in step.items()])
         ids = tokens[rows, positions]
         if whole is not None and whole.takes(ids, cache):
-            logits.append(torch.cat(whole.run(ids, positions, cache), -1))
+            logits.append(whole.run(ids, positions, cache))
             continue
-        output = model.forward_paged(ids, positions, cache, TorchNativeBackend())
-        logits.append(torch.cat((output.logits, output.last_hidden_state), -1))
+        logits.append(model.forward_paged(ids, positions, cache, TorchNativeBackend()))
     return logits
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from astrai_core import SamplingParams
 from astrai_core.errors import ConfigError
 from astrai_core.model.moe import ExpertLinear
-from astrai_core.model.transformer import CausalLMOutput
 from astrai_core.types import Completion, Request
 from astrai_infer.runtime.device import DeviceExecutor
 from astrai_infer.runtime.graph import CudaGraphContext
@@ -165,7 +164,7 @@ def test_right_guesses_save_steps_and_wrong_ones_give_their_slots_back():
         logits = torch.zeros(len(positions), engine.model.config.vocab_size)
         for row, position in zip(logits, positions.tolist(), strict=True):
             row[said(position + 1)] = 9.0
-        return CausalLMOutput(logits, logits)
+        return logits
 
     def said(position):
         return phrase[position % len(phrase)] if position % 61 else 90
@@ -326,7 +325,7 @@ def test_deterministic_mode_is_for_the_draft_model_too():
     seen: list[tuple[str, bool]] = []
     for name, model in models.items():
 
-        def watched(*args: Any, forward: Any = model.forward_paged, name: str = name) -> CausalLMOutput:
+        def watched(*args: Any, forward: Any = model.forward_paged, name: str = name) -> torch.Tensor:
             seen.append((name, torch.are_deterministic_algorithms_enabled()))
             return forward(*args)
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from astrai_core import SamplingParams, save_pretrained
 from astrai_core.checkpoint.hf_adapter import checkpoint_tensors
 from astrai_core.errors import ConfigError
-from astrai_core.model.transformer import CausalLM, CausalLMOutput
+from astrai_core.model.transformer import CausalLM
 from astrai_core.types import Completion, Request, StructuredOutput
 from astrai_infer import InferenceEngine
 from astrai_infer.runtime.device import DeviceExecutor
@@ -240,7 +240,7 @@ def test_the_device_drafts_without_the_host(monkeypatch: pytest.MonkeyPatch) -> 
             guess(tasks, lens)
         passes.append(max(lens))
 
-    def recording(input_ids, position_ids, cache, backend, logit_rows=None) -> CausalLMOutput:
+    def recording(input_ids, position_ids, cache, backend, logit_rows=None) -> torch.Tensor:
         metadata = cache.groups[0]
         shape = len(input_ids), metadata.reads_own_keys, len(metadata.req_indices)
         tensors = (input_ids, position_ids, metadata.seq_lens, metadata.req_indices, metadata.out_cache_loc)

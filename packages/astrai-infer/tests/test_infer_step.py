@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from astrai_core import SamplingParams
-from astrai_core.model.transformer import CausalLMOutput
 from astrai_core.types import Request
 from astrai_infer import InferenceEngine
 from astrai_infer.runtime.workspace import Buffer
@@ -31,8 +30,7 @@ class NullModel(ScriptedModel):
         self.logits.abs_()
 
     def forward_paged(self, input_ids, position_ids, cache, backend, logit_rows=None):
-        logits = self.logits[: len(input_ids if logit_rows is None else logit_rows)]
-        return CausalLMOutput(logits, logits)
+        return self.logits[: len(input_ids if logit_rows is None else logit_rows)]
 
 
 class Operations(TorchDispatchMode):

@@ -226,9 +226,9 @@ class TestInBrowser:
             tab.key("Enter", shift=True)
             tab.type("<i>it</i>")
             tab.key("Enter")
-            tab.wait("running && turns[0].text.length >= 30")
+            tab.wait("running && turns[0].body.innerText.length >= 30")  # drawn, a frame after it came
             early = tab.said()
-            assert tab.js("ui.stop.hidden") is False and "tokens/s" in tab.said("facts")
+            assert tab.js("ui.stop.hidden") is False and "first token after" in tab.said("facts")
             says.go.set()
             tab.wait("!running")
             assert tab.js("turns[0].text") == says.text, "the joined deltas"

@@ -74,7 +74,8 @@ def test_gated_activation_rounds_twice(kind, activation):
     x = torch.randn(64, 2 * 96).bfloat16()
     gate, up = x[:, :96], x[:, 96:]
     got = reference.gated_activation(x, kind)
-    assert torch.equal(got, (activation(gate.float()).bfloat16().float() * up.float()).bfloat16())
+    # In bf16: an erf in fp32, rounded afterwards, is now and then a unit off.
+    assert torch.equal(got, (activation(gate).float() * up.float()).bfloat16())
     assert not torch.equal(got, (activation(gate.float()) * up.float()).bfloat16())
 
 

@@ -14,6 +14,7 @@ from astrai_core.attention.gather import causal_mask
 from astrai_core.config.lora import LoRAConfig
 from astrai_core.config.model import ModelConfig
 from astrai_core.errors import RequestError
+from astrai_core.linear_ops import HalfNorm
 from astrai_core.model.attention import DenseContext, PagedContext, attention_spec
 from astrai_core.model.decoder_block import DecoderBlock
 from astrai_core.model.documents import DocumentKernel, plan_documents
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class CausalLMOutput:
-    """Result of a forward pass."""
+    """Result of a forward pass over whole sequences."""
 
     logits: Tensor
-    """``[batch, seq, vocab]`` (dense) or ``[rows, vocab]`` (paged)."""
+    """``[batch, seq, vocab]``"""
     last_hidden_state: Tensor
-    """``[batch, seq, hidden]`` or ``[tokens, hidden]``, after the final norm."""
+    """``[batch, seq, hidden]``, after the final norm."""
 
 
 def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -55,22 +56,33 @@ class Decoder(nn.Module):
         self, input_ids: Tensor, context: DenseContext | PagedContext, embedding_noise: Tensor | None = None
     ) -> Tensor:
         """Return normed hidden states for ``[batch, seq]`` or ``[tokens]`` ids."""
+        x, residual, _ = self.streams(input_ids, context, embedding_noise)
+        return self.norm(x, residual)[0]
+
+    def streams(
+        self,
+        input_ids: Tensor,
+        context: DenseContext | PagedContext,
+        embedding_noise: Tensor | None = None,
+        head: Linear | None = None,
+    ) -> tuple[Tensor, Tensor | None, HalfNorm | None]:
+        """Return what the last :class:`DecoderBlock` does: x, residual stream, and half of the norm for `head`.
+
+        `head` is the projection that ends the final norm, if it can; only steps over the pool have it begun.
+        """
         x, residual = self.embed_tokens(input_ids), None
         if embedding_noise is not None:
             x = x + embedding_noise.to(x.dtype)
         # A table is no product, so autocast leaves it alone: the residual stream would be in fp32.
         x = x.to(computed_in(x.dtype, x.device))
+        following: list[RMSNorm | None] = [None] * len(self.layers)
+        if isinstance(context, PagedContext):  # a compiled layer would be compiled for each norm that it is given
+            norms: list[RMSNorm] = [layer.input_layernorm for layer in self.layers]  # type: ignore[misc]
+            following = [*norms[1:], self.norm if head is not None and head.can_fuse(x) else None]
         half = None
-        for layer, following in zip(self.layers, self._norms_behind(context), strict=True):
-            x, residual, half = layer(x, residual, context, half, following)
-        return self.norm(x, residual)[0]
-
-    def _norms_behind(self, context: DenseContext | PagedContext) -> Sequence[RMSNorm | None]:
-        """Return the norm behind each layer that it may do half of: none in passes without a cache, nor behind the last."""
-        if isinstance(context, DenseContext):
-            return [None] * len(self.layers)  # a compiled layer would be compiled for each norm that it is given
-        norms = [layer.input_layernorm for layer in self.layers]
-        return [*norms[1:], None]  # type: ignore[list-item]
+        for layer, norm in zip(self.layers, following, strict=True):
+            x, residual, half = layer(x, residual, context, half, norm)
+        return x, residual, half
 
 
 class CausalLM(nn.Module):
@@ -240,8 +252,8 @@ class CausalLM(nn.Module):
         cache: KVCache,
         backend: AttentionBackend,
         logit_rows: Tensor | None = None,
-    ) -> CausalLMOutput:
-        """Run one engine step: write the tokens' keys and values into the pool, attend to it.
+    ) -> Tensor:
+        """Run one engine step: write the tokens' keys and values into the pool, attend to it; return ``[rows, vocab]``.
 
         Parameters
         ----------
@@ -253,9 +265,16 @@ class CausalLM(nn.Module):
             ``[rows]`` int64: tokens whose logits are wanted; None for all.
         """
         backend.plan(cache, tuple(self.spec_of_window.values()))
-        hidden = self.model(input_ids, PagedContext(self.model.rotary(position_ids), cache, backend))
-        rows = hidden if logit_rows is None else hidden[logit_rows]
-        return CausalLMOutput(self.lm_head(rows), hidden)
+        context = PagedContext(self.model.rotary(position_ids), cache, backend)
+        x, residual, half = self.model.streams(input_ids, context, head=self.lm_head)
+        norm = self.model.norm
+        if half is not None:
+            half = half if logit_rows is None else HalfNorm(*(part[logit_rows] for part in half))
+            return self.lm_head.fused(x, norm=norm, half=half)
+        # The rows are taken behind the norm, which may read the residual stream before the launch ahead of it has ended.
+        hidden = norm(x, residual)[0]
+        logits: Tensor = self.lm_head(hidden if logit_rows is None else hidden[logit_rows])
+        return logits
 
     @staticmethod
     def _dense_mask(seq: int, window: int | None, keep: Tensor | None, device: torch.device) -> Tensor | None:

@@ -104,14 +104,15 @@ class WholeStep:
             and not torch.is_grad_enabled()
         )
 
-    def run(self, ids: Tensor, position_ids: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Return logits ``[tokens, vocab]`` and hidden states ``[tokens, hidden]``; write keys and values to the pool."""
+    def run(self, ids: Tensor, position_ids: Tensor, cache: KVCache) -> Tensor:
+        """Return logits ``[tokens, vocab]``; write keys and values to the pool."""
         addresses = self._current_addresses(cache)
         if addresses != self._addresses:
             self._step = self._bind(cache)
             self._addresses = addresses
         metadata = cache.groups[0]
-        result: tuple[Tensor, Tensor] = self._kernels.decode_step(
+        logits: Tensor
+        logits, _ = self._kernels.decode_step(
             self._step,
             ids,
             position_ids,
@@ -120,7 +121,7 @@ class WholeStep:
             metadata.req_to_token,
             metadata.req_indices,
         )
-        return result
+        return logits
 
     def forget(self) -> None:
         """Let go of the pool, which a step binds again."""

@@ -91,7 +91,7 @@ class DraftRunner:
             list(chain.from_iterable(range(start, end) for start, end in zip(starts, ends, strict=True)))
         )
         wanted = workspace.logit_rows.put(logit_rows)
-        return self.model.forward_paged(input_ids, position_ids, cache, self._backend, wanted).logits
+        return self.model.forward_paged(input_ids, position_ids, cache, self._backend, wanted)
 
 
 def catching_up(items: Sequence[BatchItem]) -> list[BatchItem]:

@@ -90,7 +90,7 @@ class Executor:
             [task.computed_len + i for task, count in zip(tasks, counts, strict=True) for i in range(count)]
         )
         with self._adapted(tasks, counts):
-            logits = self.model.forward_paged(input_ids, position_ids, cache, self.backend, None).logits
+            logits = self.model.forward_paged(input_ids, position_ids, cache, self.backend, None)
         each = tuple(task for task, count in zip(tasks, counts, strict=True) for _ in range(count))
         sampled, logprobs = self.pipeline.sample(logits, self.info.view(each), position_ids)
         return StepResult(sampled.tolist(), logprobs, drafts=drafts)
@@ -110,7 +110,7 @@ class Executor:
             position_ids = workspace.position_ids.put([task.computed_len for task in tasks])
             self._decoding = tasks
         with self._adapted(tasks, [1] * len(tasks)):
-            logits = self.model.forward_paged(input_ids, position_ids, cache, self.backend, None).logits
+            logits = self.model.forward_paged(input_ids, position_ids, cache, self.backend, None)
         sampled, logprobs = self.pipeline.sample(logits, self.info.view(tuple(tasks)), position_ids)
         return StepResult(sampled.tolist(), logprobs)
 
@@ -128,7 +128,7 @@ class Executor:
         plan = plan_logits(items)
         logit_rows = None if len(plan.rows) == batch.n_tokens else workspace.logit_rows.put(plan.rows)
         with self._adapted([item.task for item in items], [item.n_tokens for item in items]):
-            logits = self.model.forward_paged(input_ids, position_ids, cache, self.backend, logit_rows).logits
+            logits = self.model.forward_paged(input_ids, position_ids, cache, self.backend, logit_rows)
         prompt_logprobs = {
             span.item - len(batch.decodes): token_logprobs(
                 logits[span.first : span.first + len(span.predicted)], self._tensor(span.predicted), span.n_top

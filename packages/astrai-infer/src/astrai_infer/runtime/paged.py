@@ -100,8 +100,8 @@ class PagedModel:
         whole = self._whole_step
         with deterministic_algorithms(self._deterministic), adapted:
             if whole is not None and rows is None and whole.takes(ids, cache):
-                return whole.run(ids, fields.position_ids, cache)[0]
-            return self.model.forward_paged(ids, fields.position_ids, cache, self._backend, rows).logits
+                return whole.run(ids, fields.position_ids, cache)
+            return self.model.forward_paged(ids, fields.position_ids, cache, self._backend, rows)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from astrai_core.attention.backend import AttentionBackend
 from astrai_core.attention.metadata import KVCache
 from astrai_core.auto import AutoModel
 from astrai_core.config.model import ModelConfig
-from astrai_core.model.transformer import CausalLM, CausalLMOutput
+from astrai_core.model.transformer import CausalLM
 from astrai_infer.testing.tokenizer import EOS_ID, VOCAB_SIZE
 
 
@@ -88,11 +88,11 @@ class ScriptedModel(torch.nn.Module):
         cache: KVCache,
         backend: AttentionBackend,
         logit_rows: Tensor | None = None,
-    ) -> CausalLMOutput:
+    ) -> Tensor:
         """Return logits ``[rows, vocab]``: 10 for the scripted token, 0 for the others."""
         self.n_fed += len(input_ids)
         rows = torch.arange(len(input_ids)) if logit_rows is None else logit_rows
         logits = torch.zeros(len(rows), self.config.vocab_size)
         for i, row in enumerate(rows.tolist()):
             logits[i, self.script(int(input_ids[row]), int(position_ids[row]))] = 10.0
-        return CausalLMOutput(logits, logits)
+        return logits
