@@ -55,9 +55,11 @@ else
 kernels: $(VENV)/.kernels.stamp  ## Compile the CUDA kernels for this machine's cards, if nvcc is here
 endif
 
-# One thread a worker: the workers share the cores. The wheel of the kernels that a test builds is for the same cards.
-test: $(VENV)/.developer.stamp kernels  ## Run all tests
-	PATH="$(TOOLS_PATH)" CUDAARCHS='$(ARCHS)' OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
+# One thread a worker: the workers share the cores. A worker takes whole files, whose fixtures may train for half a minute.
+# The wheel of the kernels that a test builds is for the same cards. `make check` has the house rules.
+test: $(VENV)/.developer.stamp kernels  ## Run the tests
+	PATH="$(TOOLS_PATH)" CUDAARCHS='$(ARCHS)' OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder \
+		--ignore tests/test_house_rules.py $(PYTEST_ARGS)
 
 check: $(VENV)/.developer.stamp  ## Lint, format, types, layers, workflows, house rules, and every kernel through NVRTC 12.8
 	$(BIN)/ruff check .

@@ -21,6 +21,11 @@ def before(x, weight, norm_weight, *, bias=None, residual=None, fixed_order=Fals
     return out, out * norm_weight, out.float().square().view(len(x), -1, 16).sum(-1)
 
 
+def embedded(ids, table, norm_weight):
+    out = F.embedding(ids, table)
+    return out, out * norm_weight, out.float().square().view(len(out), -1, 16).sum(-1)
+
+
 def after(weighed, squares, weight, *, eps, bias=None, activation=None, fixed_order=False):
     assert fixed_order == torch.are_deterministic_algorithms_enabled()
     scale = torch.rsqrt(squares.sum(-1, keepdim=True) / weighed.shape[-1] + eps)
@@ -40,6 +45,7 @@ def calls(monkeypatch):
     """Few rows take the road of the kernels; returns what the stand-ins were given."""
     seen = []
     halves = SimpleNamespace(
+        embedding_before_norm=lambda *a: (seen.append(("before", a[2])), embedded(*a))[1],
         linear_before_norm=lambda *a, **b: (seen.append(("before", a[2])), before(*a, **b))[1],
         linear_after_norm=lambda *a, **b: (seen.append(("after", a[2])), after(*a, **b))[1],
     )
@@ -49,14 +55,14 @@ def calls(monkeypatch):
 
 
 def test_a_model_gives_the_same_logits(served, calls, monkeypatch):
-    """Every norm but the first is in halves, each with its own weight and the projection that reads it."""
+    """Every norm of a hidden state is in halves, each with its own weight and the projection that reads it."""
     found = served(TorchNativeBackend(), dtype=torch.bfloat16, page_size=4)
     kinds = [kind for kind, _ in calls]
     assert kinds, "the road was taken"
     assert kinds == ["before", "after"] * (len(kinds) // 2), "what one began the next ended"
-    n_steps = len(kinds) // 12  # three layers and the output projection: six norms between projections
+    n_steps = len(kinds) // 14  # two norms in each of three layers, and the final one
     norms = {id(tensor) for kind, tensor in calls if kind == "before"}
-    assert len(kinds) == 12 * n_steps and len(norms) == 6
+    assert len(kinds) == 14 * n_steps and len(norms) == 7
     monkeypatch.setattr(linear_ops, "HALVED_ROWS", range(0))
     expected = served(TorchNativeBackend(), dtype=torch.bfloat16, page_size=4)
     assert len(calls) == len(kinds)
@@ -79,12 +85,16 @@ def test_the_final_norm_ends_in_the_rows_whose_logits_are_wanted(calls, step_poo
 
     wanted = torch.tensor([2, 4])
     some, every = logits(wanted), logits()
-    assert [kind for kind, _ in calls] == ["before", "after"] * 4 and calls[-1][1] is model.lm_head.weight
+    assert [kind for kind, _ in calls] == ["before", "after"] * 6 and calls[-1][1] is model.lm_head.weight
     assert torch.equal(some, every[wanted])
     model.lm_head.adapter = Same()
     calls.clear()
     torch.testing.assert_close(logits(wanted), some, atol=0.02, rtol=0.02)
-    assert [kind for kind, _ in calls] == ["before", "after"]
+    assert [kind for kind, _ in calls] == ["before", "after"] * 2
+    model.model.layers[0].self_attn.o_proj.adapter = Same()
+    calls.clear()
+    torch.testing.assert_close(logits(wanted), some, atol=0.02, rtol=0.02)
+    assert calls == [], "nor does the embedding begin what nobody ends"
 
 
 @torch.no_grad()

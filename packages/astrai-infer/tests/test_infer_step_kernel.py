@@ -76,9 +76,9 @@ class Counted:
     def takes(self, ids: Tensor, cache: KVCache) -> bool:
         return cache.phase == "decode" and ids.shape[0] <= self.most_rows
 
-    def run(self, ids: Tensor, position_ids: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def run(self, ids: Tensor, position_ids: Tensor, cache: KVCache) -> Tensor:
         self.rows.append(ids.shape[0])
-        return torch.zeros(ids.shape[0], self.vocab_size), torch.zeros(ids.shape[0], 1)
+        return torch.zeros(ids.shape[0], self.vocab_size)
 
     def forget(self) -> None:
         self.forgotten += 1

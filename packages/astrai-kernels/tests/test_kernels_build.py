@@ -217,7 +217,7 @@ def test_a_launch_without_a_driver_is_an_error_not_a_crash(op):
             *(0, 0, 0, (16, 192), *pools, none, none, 0, 0, *tables, 9, 1, 1, 1, 64, 64, 1e-6, False, False)
         ),
         "gated_activation": lambda: _C.gated_activation(0, 0, 0, 0, rows, rows, 1, 1, 8),
-        "embedding": lambda: _C.embedding(0, 0, 0, row, True, row, row, 1, 4, 8),
+        "embedding": lambda: _C.embedding(0, 0, 0, row, True, row, row, (0, 0, 0), 1, 4, 8),
         "argmax": lambda: _C.sample(0, 0, 0, row, row, 1, 8, [none] * 6, [none] * 3, none, none),
         "sample": lambda: _C.sample(0, 0, 0, row, row, 1, 8, columns, [none] * 3, none, none),
         "rms_norm": lambda: _C.rms_norm(0, 0, 0, rows, 16, rows, 1, 1, 8, 1e-6),
@@ -253,6 +253,10 @@ def test_the_module_checks_what_python_might_get_wrong():
         _C.sample(0, 0, 0, (16, 8), (16, 1), 1, 8, [(16, 1)] + [none] * 5, [none] * 3, none, none)
     with pytest.raises(ValueError, match="must all be given or all be null"):
         _C.sample(0, 0, 0, (16, 8), (16, 1), 1, 8, [none] * 6, [none] * 3, (16, 8), none)
-    assert _C.embedding(0, 0, 0, none, True, none, none, 0, 4, 8) is None
+    with pytest.raises(ValueError, match="next_norm takes bfloat16, hidden a multiple of 64"):
+        _C.embedding(1, 0, 0, (16, 1), True, (16, 64), (16, 64), (16, 16, 16), 1, 4, 64)
+    with pytest.raises(ValueError, match="next_norm wants table, out and the halves' memory"):
+        _C.embedding(2, 0, 0, (16, 1), True, (16, 64), (16, 64), (16, 0, 16), 1, 4, 64)
+    assert _C.embedding(0, 0, 0, none, True, none, none, (0, 0, 0), 0, 4, 8) is None
     assert _C.rms_norm(0, 0, 0, rows, 16, rows, 0, 1, 8, 1e-6) is None
     assert _C.rotary(0, 0, 0, heads, heads, 16, 32, 16, 32, 4, 16, 1, True, 0, 64, 64, False) is None

@@ -1,4 +1,4 @@
-"""A norm in halves on a GPU: the two projections around it against a norm by itself, for every kernel of linear."""
+"""A norm in halves on a GPU: what is around it against a norm by itself, for every kernel of linear, and the embedding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from astrai_kernels import linear, linear_after_norm, linear_before_norm, reference
+from astrai_kernels import embedding, embedding_before_norm, linear, linear_after_norm, linear_before_norm, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
 
@@ -158,6 +158,34 @@ def test_many_rows_in_a_fixed_order_obey_the_rule(fresh_seed, obeys_rule, activa
         obeys_rule(found, exact, reference.linear(reference.rms_norm(stream, norm, EPS), w, activation=activation))
 
 
+@pytest.mark.parametrize("hidden", [64, 576, 1024, 2048, 4160])
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+def test_the_embedding_begins_a_norm(fresh_seed, hidden, ids_dtype):
+    """The rows are the table's, their halves have the bits that a projection gives such rows, an unknown id gives NaN."""
+    table, norm = randn(97, hidden + 64)[:, 64:], randn(hidden)
+    identity = torch.eye(hidden, device="cuda").bfloat16()
+    for rows in (1, 3, 128, 5000):  # the last: several octets a thread
+        ids = torch.randint(97, (rows,), device="cuda", dtype=ids_dtype)
+        found = embedding_before_norm(ids, table, norm)
+        assert torch.equal(found[0], table[ids.long()]) and torch.equal(found[0], embedding(ids, table))
+        expected = linear_before_norm(found[0][:128], identity, norm)
+        assert all(torch.equal(mine[:128], other) for mine, other in zip(found, expected, strict=True))
+        assert torch.equal(found[1], (found[0].float() * norm.float()).bfloat16())
+        exact = found[0].double().square().view(rows, hidden // 16, 16).sum(-1)
+        torch.testing.assert_close(found[2].double(), exact, rtol=1e-6, atol=0.0)
+    ids = torch.tensor([1, 97, -1], device="cuda", dtype=ids_dtype)
+    assert [all(part[i].isnan().all() for part in embedding_before_norm(ids, table, norm)) for i in range(3)] == [
+        False,
+        True,
+        True,
+    ]
+    assert [tuple(part.shape) for part in embedding_before_norm(ids[:0], table, norm)] == [
+        (0, hidden),
+        (0, hidden),
+        (0, hidden // 16),
+    ]
+
+
 def test_large_streams_do_not_overflow(fresh_seed, obeys_rule):
     """A stream of 1e4 and weights of 1e3: their products are far beyond what the result is."""
     stream, w = 1e4 * randn(8, 1024), weights(512, 1024)
@@ -176,6 +204,8 @@ def test_opcheck(fresh_seed):
     torch.library.opcheck(
         torch.ops.astrai.linear_after_norm.default, (weighed, squares, weights(24, 64), None, True, 1e-6)
     )
+    ids = torch.tensor([1, 5, 1], device="cuda")
+    torch.library.opcheck(torch.ops.astrai.embedding_before_norm.default, (ids, randn(7, 64), norm))
     many = randn(130, 128), w, norm, None, None, True
     torch.library.opcheck(torch.ops.astrai.linear_before_norm.default, many)
     _, weighed, squares = linear_before_norm(many[0], w, norm, fixed_order=True)

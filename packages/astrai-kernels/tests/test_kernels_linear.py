@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from astrai_kernels import linear, linear_after_norm, linear_before_norm, reference
+from astrai_kernels import embedding_before_norm, linear, linear_after_norm, linear_before_norm, reference
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -15,6 +15,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 X, W = meta(4, 64), meta(48, 64)
 W64, N64, SQUARES = meta(64, 64), meta(64), meta(4, 4, dtype=torch.float32)
+IDS = meta(3, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,23 @@ W64, N64, SQUARES = meta(64, 64), meta(64), meta(4, 4, dtype=torch.float32)
             "x has dtype torch.float16, expected torch.bf",
         ),
         (lambda: linear_before_norm(X, W64, N64, residual=meta(4, 48)), ValueError, r"residual has shape \(4, 48\)"),
+        (lambda: embedding_before_norm(IDS, W64.half(), N64), TypeError, "table has dtype torch.float16"),
+        (
+            lambda: embedding_before_norm(IDS, meta(9, 48), meta(48)),
+            ValueError,
+            "hidden of table is 48, .* multiple of 64",
+        ),
+        (
+            lambda: embedding_before_norm(IDS, W64, meta(48)),
+            ValueError,
+            r"norm_weight has shape \(48,\), expected \(64,\)",
+        ),
+        (lambda: embedding_before_norm(IDS, W64, N64.half()), TypeError, "norm_weight has dtype torch.float16"),
+        (
+            lambda: embedding_before_norm(IDS[None], W64, N64),
+            ValueError,
+            r"ids has shape \(1, 3\), expected \[tokens\]",
+        ),
         (lambda: linear_after_norm(X, meta(4, 4), W, eps=1e-6), TypeError, "squares has dtype torch.bfloat16"),
         (
             lambda: linear_after_norm(X, SQUARES[:3], W, eps=1e-6),
@@ -115,6 +133,7 @@ def test_outputs_have_the_leading_dimensions_of_x(shape):
         ("linear_out", (X, W, meta(48), meta(4, 48), False, None, 1e-6, meta(4, 48))),
         ("linear_before_norm", (X, W64, N64, None, meta(4, 64))),
         ("linear_after_norm", (X, SQUARES, W, meta(48), False, 1e-6)),
+        ("embedding_before_norm", (IDS, W64, N64)),
         ("linear_before_norm", (meta(300, 64), W64, N64, None, meta(300, 64), True)),
         ("linear_after_norm", (meta(300, 64), meta(300, 4, dtype=torch.float), W, None, True, 1e-6, True)),
     ],

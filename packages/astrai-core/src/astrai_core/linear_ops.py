@@ -146,7 +146,7 @@ def fused_linear(
 
 
 class HalfNorm(NamedTuple):
-    """An RMSNorm of the residual stream that the projection ahead began and the one behind ends.
+    """An RMSNorm of the residual stream that the projection ahead, or the embedding, began and the one behind ends.
 
     ``norm(x) * weight`` is ``(x * weight) * scale`` with one scale a row, so that no launch stands between the two.
     """
@@ -199,6 +199,26 @@ def begin_norm(
         residual=residual,
         fixed_order=torch.are_deterministic_algorithms_enabled(),
     )
+    return stream, HalfNorm(*half)
+
+
+def embed_and_begin_norm(ids: Tensor, table: Tensor, norm_weight: Tensor) -> tuple[Tensor, HalfNorm]:
+    """Gather rows of a table, the residual stream's first values, and do half of the norm that reads them, in one launch.
+
+    Parameters
+    ----------
+    ids
+        ``[tokens]`` int64.
+    table
+        ``[vocab, hidden]``; :func:`can_begin_norm` says yes to its rows.
+    norm_weight
+        ``[hidden]``.
+
+    Returns
+    -------
+    As :func:`begin_norm`.
+    """
+    stream, *half = kernels.module("normed_projection").embedding_before_norm(ids, table, norm_weight)
     return stream, HalfNorm(*half)
 
 

@@ -59,6 +59,14 @@ void launch_embedding(const EmbeddingParams& params, int dtype, int device, std:
   require(is_aligned(params.ids, params.ids_are_64_bit ? 8 : 4) && is_aligned(params.table, bytes) &&
               is_aligned(params.out, bytes),
           what, "every pointer must be a multiple of the element size");
+  if (params.next_norm) {
+    require(dtype == 2 && params.hidden % kHalfMultiple == 0 && params.table_stride % kOctet == 0 &&
+                params.out_stride % kOctet == 0,
+            what, "next_norm takes bfloat16, hidden a multiple of 64 and rows at multiples of 16 bytes");
+    require(params.next_x && params.next_squares && is_aligned(params.next_norm, 16) && is_aligned(params.next_x, 16) &&
+                is_aligned(params.next_squares, 16) && is_aligned(params.table, 16) && is_aligned(params.out, 16),
+            what, "next_norm wants table, out and the halves' memory, at multiples of 16 bytes");
+  }
   const DeviceGuard guard(device, what);
   check(embedding(params, static_cast<DType>(dtype), reinterpret_cast<cudaStream_t>(stream)), what);
 }

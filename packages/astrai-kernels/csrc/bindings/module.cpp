@@ -214,7 +214,7 @@ void gated_activation(int dtype, int kind, int device, std::uintptr_t stream, Ro
 }
 
 void embedding(int dtype, int device, std::uintptr_t stream, MatrixTuple ids, bool ids_are_64_bit, MatrixTuple table,
-               MatrixTuple out, std::int64_t tokens, std::int64_t vocab, int hidden) {
+               MatrixTuple out, HalvesTuple next, std::int64_t tokens, std::int64_t vocab, int hidden) {
   astrai::EmbeddingParams params = {};
   params.ids = reinterpret_cast<const void*>(std::get<0>(ids));
   params.id_stride = std::get<1>(ids);
@@ -226,6 +226,9 @@ void embedding(int dtype, int device, std::uintptr_t stream, MatrixTuple ids, bo
   params.tokens = tokens;
   params.vocab = vocab;
   params.hidden = hidden;
+  params.next_norm = reinterpret_cast<const void*>(std::get<0>(next));
+  params.next_x = reinterpret_cast<void*>(std::get<1>(next));
+  params.next_squares = reinterpret_cast<float*>(std::get<2>(next));
   astrai::launch_embedding(params, dtype, device, stream);
 }
 

@@ -110,6 +110,41 @@ double verify_embedding(const Case& c) {
   return 0.0;
 }
 
+/// The halves of the norm behind: half a unit in the last place for a product, 2^-20 for a sum of squares.
+double verify_begun_norm(const Case& c) {
+  using T = astrai::bfloat16;
+  const int64_t vocab = 37;
+  const std::vector<T> table = ladder::random_values<T>(vocab * c.width, 1), norm = ladder::random_values<T>(c.width, 2);
+  std::vector<int64_t> ids(c.rows);
+  for (int64_t i = 0; i < c.rows; ++i) ids[i] = i * 11 % vocab;
+  const ladder::Buffer<T> d_table(table), d_norm(norm), d_out(ladder::poison<T>(c.rows * c.width)),
+      d_weighed(ladder::poison<T>(c.rows * c.width));
+  const ladder::Buffer<float> d_squares(c.rows * (c.width / astrai::kHalfWidth));
+  const ladder::Buffer<int64_t> d_ids(ids);
+  const astrai::EmbeddingParams params = {d_ids.get(), 1,      d_table.get(), c.width,      d_out.get(),
+                                          c.width,     c.rows, vocab,         c.width,      true,
+                                          d_norm.get(), d_weighed.get(),      d_squares.get()};
+  ladder::check(astrai::embedding(params, Storage<T>::kDType, nullptr), "embedding");
+  ladder::check(cudaDeviceSynchronize(), "embedding");
+  const std::vector<T> weighed = d_weighed.read();
+  const std::vector<float> squares = d_squares.read();
+  double worst = 0.0;
+  for (int64_t i = 0; i < c.rows; ++i) {
+    for (int begin = 0; begin < c.width; begin += astrai::kHalfWidth) {
+      double sum = 0.0;
+      for (int f = begin; f < begin + astrai::kHalfWidth; ++f) {
+        const double x = Storage<T>::unpack(table[ids[i] * c.width + f]);
+        const double exact = x * Storage<T>::unpack(norm[f]);
+        worst = std::max(worst, std::fabs(Storage<T>::unpack(weighed[i * c.width + f]) - exact) / (std::fabs(exact) * 0x1p-8));
+        sum += x * x;
+      }
+      const double got = squares[i * (c.width / astrai::kHalfWidth) + begin / astrai::kHalfWidth];
+      worst = std::max(worst, std::fabs(got - sum) / (sum * 0x1p-20));
+    }
+  }
+  return worst;
+}
+
 template <typename T>
 void measure_gated(ladder::Report& report, const Case& c, Activation kind) {
   const std::size_t count = static_cast<std::size_t>(c.rows) * c.width;
@@ -161,6 +196,9 @@ int main(int argc, char** argv) {
   verify_all<float>(report);
   verify_all<astrai::float16>(report);
   verify_all<astrai::bfloat16>(report);
+  for (const Case& c : {Case{1, 64, 0}, Case{9, 1536, 0}, Case{700, 1024, 0}}) {
+    report.row(name_of<astrai::bfloat16>("embedding before norm", c), verify_begun_norm(c));
+  }
   if (!ladder::is_quick(argc, argv)) {
     using B = astrai::bfloat16;
     report.row("silu, many rows", verify_gated<B>({3000, 2048, 0}, Activation::kSilu));

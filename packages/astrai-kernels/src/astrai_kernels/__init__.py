@@ -7,8 +7,9 @@ Importing this package imports neither torch nor the extension; both are loaded 
 :func:`apply_rotary`,                     rotary position embedding of q and k, out of place and in
 :func:`apply_rotary_`                     place
 :func:`linear`                            x @ weight^T with an epilogue, in a fixed order on request
-:func:`linear_before_norm`,               two of them with an RMSNorm between, of which each does half
-:func:`linear_after_norm`
+:func:`linear_before_norm`,               two of them with an RMSNorm between, of which each does half;
+:func:`linear_after_norm`,                the first half may be the embedding's
+:func:`embedding_before_norm`
 :func:`lora_shrink`, :func:`lora_expand`  the two halves of LoRA, an adapter for each row
 :func:`decode_attention`,                 attention of a few query rows a request over a paged or contiguous
 :class:`DecodePlan`                       KV cache; how a step's work is cut, and its scratch
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from .elementwise import embedding, gated_activation
     from .fused import add_rms_norm, rms_norm
     from .lora import lora_expand, lora_shrink
-    from .normed_projection import linear_after_norm, linear_before_norm
+    from .normed_projection import embedding_before_norm, linear_after_norm, linear_before_norm
     from .prefill import prefill_attention, scalar_attention
     from .projection import linear
     from .qkv import qkv_norm_rope_write
@@ -65,6 +66,7 @@ __all__ = [
     "decode_attention",
     "decode_step",
     "embedding",
+    "embedding_before_norm",
     "gated_activation",
     "linear",
     "linear_after_norm",
@@ -98,6 +100,7 @@ _HOMES = {
     "add_rms_norm": "fused",
     "rms_norm": "fused",
     "linear": "projection",
+    "embedding_before_norm": "normed_projection",
     "linear_after_norm": "normed_projection",
     "linear_before_norm": "normed_projection",
     "lora_expand": "lora",

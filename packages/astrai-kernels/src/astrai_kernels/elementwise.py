@@ -69,7 +69,7 @@ def _gated_activation_out(x: Tensor, kind: str, out: Tensor) -> None:
     _launch_gated(x, kind, out)
 
 
-def _check_embedding(op: str, ids: Tensor, table: Tensor) -> None:
+def check_embedding(op: str, ids: Tensor, table: Tensor) -> None:
     checks.check_device(op, "table", table)
     checks.check_float(op, "table", table)
     if table.dim() != 2 or table.shape[1] < 1:
@@ -81,7 +81,10 @@ def _check_embedding(op: str, ids: Tensor, table: Tensor) -> None:
         raise ValueError(f"{op}: ids has shape {tuple(ids.shape)}, expected [tokens]")
 
 
-def _launch_embedding(ids: Tensor, table: Tensor, out: Tensor) -> None:
+def launch_embedding(
+    ids: Tensor, table: Tensor, out: Tensor, following: tuple[Tensor, Tensor, Tensor] | None = None
+) -> None:
+    """``following``, weight, rows and squares of the norm behind, is of ``normed_projection.py``."""
     if ids.shape[0] == 0:
         return
     extension().embedding(
@@ -92,6 +95,7 @@ def _launch_embedding(ids: Tensor, table: Tensor, out: Tensor) -> None:
         ids.dtype == torch.int64,
         (table.data_ptr(), table.stride(0)),
         (out.data_ptr(), out.stride(0)),
+        (0, 0, 0) if following is None else tuple(tensor.data_ptr() for tensor in following),
         ids.shape[0],
         table.shape[0],
         table.shape[1],
@@ -99,25 +103,25 @@ def _launch_embedding(ids: Tensor, table: Tensor, out: Tensor) -> None:
 
 
 def _embedding_fake(ids: Tensor, table: Tensor) -> Tensor:
-    _check_embedding("embedding", ids, table)
+    check_embedding("embedding", ids, table)
     return torch.empty((ids.shape[0], table.shape[1]), dtype=table.dtype, device=table.device)
 
 
 def _embedding(ids: Tensor, table: Tensor) -> Tensor:
     out = _embedding_fake(ids, table)
-    _launch_embedding(ids, table, out)
+    launch_embedding(ids, table, out)
     return out
 
 
 def _embedding_out_fake(ids: Tensor, table: Tensor, out: Tensor) -> None:
-    _check_embedding("embedding", ids, table)
+    check_embedding("embedding", ids, table)
     checks.check_shape("embedding", "out", out, (ids.shape[0], table.shape[1]), "tokens of ids, hidden of table")
     checks.check_output("embedding", "out", out, "table", table[:1].expand(ids.shape[0], -1))
 
 
 def _embedding_out(ids: Tensor, table: Tensor, out: Tensor) -> None:
     _embedding_out_fake(ids, table, out)
-    _launch_embedding(ids, table, out)
+    launch_embedding(ids, table, out)
 
 
 _gated_activation_op = register(

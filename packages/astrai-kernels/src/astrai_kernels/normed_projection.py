@@ -1,4 +1,5 @@
-"""A norm between two projections without a launch of its own: the one ahead and the one behind do half of it each."""
+"""A norm in front of a projection without a launch of its own: what is ahead of it, a projection or the embedding, does half
+of it, and the projection the other."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from . import _checks as checks
 from ._library import refuse_grad, register
+from .elementwise import check_embedding, launch_embedding
 from .projection import MOST_ROWS as MOST_FIXED_ROWS
 from .projection import check, launch
 
@@ -28,9 +30,24 @@ def _check_rows(op: str, x: Tensor, hidden: int, name: str, fixed_order: bool) -
         raise ValueError(
             f"{op}: x has {rows} rows, expected at most {MOST_ROWS}, or with fixed_order {MOST_FIXED_ROWS}"
         )
-    if hidden % FEATURES_MULTIPLE:
-        raise ValueError(f"{op}: {name} is {hidden}, expected a multiple of {FEATURES_MULTIPLE}")
+    _check_features(op, name, hidden)
     return rows
+
+
+def _check_features(op: str, name: str, features: int) -> None:
+    if features % FEATURES_MULTIPLE:
+        raise ValueError(f"{op}: {name} is {features}, expected a multiple of {FEATURES_MULTIPLE}")
+
+
+def _check_norm_weight(op: str, norm_weight: Tensor, like: Tensor, features: int, name: str) -> None:
+    checks.check_device(op, "norm_weight", norm_weight, like.device)
+    checks.check_dtype(op, "norm_weight", norm_weight, like.dtype)
+    checks.check_shape(op, "norm_weight", norm_weight, (features,), name)
+    checks.check_last_dim(op, "norm_weight", norm_weight)
+
+
+def _squares(rows: int, features: int, device: torch.device) -> Tensor:
+    return torch.empty((rows, features // HALF_WIDTH), dtype=torch.float32, device=device)
 
 
 def _check_aligned(op: str, name: str, tensor: Tensor, multiple: int) -> None:
@@ -49,12 +66,8 @@ def _before_fake(
     op = "linear_before_norm"
     shape = check(x, weight, bias, residual, False, None, 0.0)
     rows = _check_rows(op, x, shape[-1], "out_features of weight", fixed_order)
-    checks.check_device(op, "norm_weight", norm_weight, x.device)
-    checks.check_dtype(op, "norm_weight", norm_weight, x.dtype)
-    checks.check_shape(op, "norm_weight", norm_weight, (shape[-1],), "out_features of weight")
-    checks.check_last_dim(op, "norm_weight", norm_weight)
-    squares = torch.empty((rows, shape[-1] // HALF_WIDTH), dtype=torch.float32, device=x.device)
-    return x.new_empty(shape), x.new_empty(shape), squares
+    _check_norm_weight(op, norm_weight, x, shape[-1], "out_features of weight")
+    return x.new_empty(shape), x.new_empty(shape), _squares(rows, shape[-1], x.device)
 
 
 def _before(
@@ -110,6 +123,33 @@ def _after(
     return out
 
 
+def _embedding_before_fake(ids: Tensor, table: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    op = "embedding_before_norm"
+    check_embedding(op, ids, table)
+    checks.check_dtype(op, "table", table, torch.bfloat16)
+    hidden = table.shape[1]
+    _check_features(op, "hidden of table", hidden)
+    _check_norm_weight(op, norm_weight, table, hidden, "hidden of table")
+    shape = (ids.shape[0], hidden)
+    return table.new_empty(shape), table.new_empty(shape), _squares(*shape, table.device)
+
+
+def _embedding_before(ids: Tensor, table: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    op = "embedding_before_norm"
+    out, weighed, squares = _embedding_before_fake(ids, table, norm_weight)
+    _check_aligned(op, "norm_weight", norm_weight, _SIXTEEN_BYTES)
+    _check_aligned(op, "table", table, _SIXTEEN_BYTES)
+    if table.stride(0) * table.element_size() % _SIXTEEN_BYTES:
+        raise ValueError(f"{op}: rows of table are {table.stride(0)} elements apart, expected a multiple of 8")
+    launch_embedding(ids, table, out, (norm_weight, weighed, squares))
+    return out, weighed, squares
+
+
+_embedding_before_op = register(
+    "embedding_before_norm(Tensor ids, Tensor table, Tensor norm_weight) -> (Tensor, Tensor, Tensor)",
+    _embedding_before,
+    _embedding_before_fake,
+)
 _before_op = register(
     "linear_before_norm(Tensor x, Tensor weight, Tensor norm_weight, Tensor? bias, Tensor? residual,"
     " bool fixed_order=False) -> (Tensor, Tensor, Tensor)",
@@ -122,6 +162,33 @@ _after_op = register(
     _after,
     _after_fake,
 )
+
+
+def embedding_before_norm(ids: Tensor, table: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Do :func:`embedding` and the first half of an RMSNorm of the rows, for :func:`linear_after_norm`.
+
+    Parameters
+    ----------
+    ids : Tensor
+        ``[tokens]`` int32 or int64. An id outside the table gives a row of NaN.
+    table : Tensor
+        ``[vocab, hidden]``, bfloat16, rows at multiples of 16 bytes; hidden a multiple of 64.
+    norm_weight : Tensor
+        ``[hidden]``, bfloat16, at a multiple of 16 bytes.
+
+    Returns
+    -------
+    out, weighed, squares : Tensor
+        As :func:`linear_before_norm`; `out` is what :func:`embedding` gives. A row depends on its id alone.
+
+    Raises
+    ------
+    ValueError, TypeError, RuntimeError
+        As :func:`linear_before_norm`.
+    """
+    refuse_grad("embedding_before_norm", table=table, norm_weight=norm_weight)
+    result: tuple[Tensor, Tensor, Tensor] = _embedding_before_op(ids, table, norm_weight)
+    return result
 
 
 def linear_before_norm(

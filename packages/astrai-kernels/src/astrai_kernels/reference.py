@@ -113,13 +113,21 @@ def linear(
     return y if residual is None else y + residual
 
 
+def embedding_before_norm(ids: Tensor, table: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin of :func:`astrai_kernels.embedding_before_norm`; see there."""
+    return _begin_norm(embedding(ids, table), norm_weight)
+
+
+def _begin_norm(out: Tensor, norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    squares = out.float().square().view(-1, out.shape[-1] // 16, 16).sum(-1)
+    return out, out * norm_weight, squares
+
+
 def linear_before_norm(
     x: Tensor, weight: Tensor, norm_weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Twin of :func:`astrai_kernels.linear_before_norm`; see there."""
-    out = linear(x, weight, bias=bias, residual=residual)
-    squares = out.float().square().view(-1, weight.shape[0] // 16, 16).sum(-1)
-    return out, out * norm_weight, squares
+    return _begin_norm(linear(x, weight, bias=bias, residual=residual), norm_weight)
 
 
 def linear_after_norm(

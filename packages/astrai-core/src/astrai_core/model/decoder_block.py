@@ -25,6 +25,11 @@ class DecoderBlock(nn.Module):
             SparseMoE(config, layer) if config.moe_layers[layer] else SwiGLU(config, config.intermediate_size)
         )
 
+    def can_add(self, x: Tensor) -> bool:
+        """Whether a step over the pool adds to the stream in the projections, for as many rows as `x` has."""
+        mlp = self.mlp
+        return isinstance(mlp, SwiGLU) and self.self_attn.can_add(x) and mlp.can_add(x)
+
     def forward(
         self,
         x: Tensor,
@@ -46,17 +51,16 @@ class DecoderBlock(nn.Module):
         residual
             ``[..., hidden]``, or None in the first layer.
         half
-            What the layer ahead has done of this layer's first norm.
+            What the layer ahead, or the embedding, has done of this layer's first norm.
         following
             The norm that reads the stream behind this layer, if this layer may do half of it.
         """
-        if residual is None and isinstance(context, PagedContext):
-            mlp = self.mlp
-            if isinstance(mlp, SwiGLU) and self.self_attn.can_add(x) and mlp.can_add(x):
-                norm = self.post_attention_layernorm
-                stream, half = self.self_attn.add_to(x, self.input_layernorm, context, half, norm)
-                stream, half = mlp.add_to(stream, norm, half, following)
-                return stream, None, half
+        if residual is None and isinstance(context, PagedContext) and self.can_add(x):
+            mlp: SwiGLU = self.mlp  # type: ignore[assignment]
+            norm = self.post_attention_layernorm
+            stream, half = self.self_attn.add_to(x, self.input_layernorm, context, half, norm)
+            stream, half = mlp.add_to(stream, norm, half, following)
+            return stream, None, half
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, context)
         x, residual = self.post_attention_layernorm(x, residual)

@@ -38,6 +38,13 @@ class Embedding(nn.Embedding):
         """Look up ids ``[...]``; return ``[..., hidden]``."""
         return ops.embedding(input, self.weight)
 
+    def begin(self, ids: Tensor, norm: RMSNorm) -> tuple[Tensor, linear_ops.HalfNorm | None]:
+        """Look up ids ``[tokens]``, and do half of the norm of their rows in the same pass if that can be done."""
+        rows, is_aligned = self.weight[:1].expand(len(ids), -1), self.weight.storage_offset() % 8 == 0
+        if not (is_aligned and linear_ops.can_begin_norm(rows, norm.weight)):
+            return self(ids), None
+        return linear_ops.embed_and_begin_norm(ids, self.weight, norm.weight)
+
 
 class Linear(nn.Linear):
     """A projection through the ops door; weight ``[out_features, in_features]``.

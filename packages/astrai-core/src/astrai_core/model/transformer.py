@@ -52,36 +52,39 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryTable(config)
 
-    def forward(
-        self, input_ids: Tensor, context: DenseContext | PagedContext, embedding_noise: Tensor | None = None
-    ) -> Tensor:
-        """Return normed hidden states for ``[batch, seq]`` or ``[tokens]`` ids."""
-        x, residual, _ = self.streams(input_ids, context, embedding_noise)
-        return self.norm(x, residual)[0]
-
-    def streams(
-        self,
-        input_ids: Tensor,
-        context: DenseContext | PagedContext,
-        embedding_noise: Tensor | None = None,
-        head: Linear | None = None,
-    ) -> tuple[Tensor, Tensor | None, HalfNorm | None]:
-        """Return what the last :class:`DecoderBlock` does: x, residual stream, and half of the norm for `head`.
-
-        `head` is the projection that ends the final norm, if it can; only steps over the pool have it begun.
-        """
+    def forward(self, input_ids: Tensor, context: DenseContext, embedding_noise: Tensor | None = None) -> Tensor:
+        """Return normed hidden states ``[batch, seq, hidden]`` for ``[batch, seq]`` ids."""
         x, residual = self.embed_tokens(input_ids), None
         if embedding_noise is not None:
             x = x + embedding_noise.to(x.dtype)
         # A table is no product, so autocast leaves it alone: the residual stream would be in fp32.
         x = x.to(computed_in(x.dtype, x.device))
-        following: list[RMSNorm | None] = [None] * len(self.layers)
-        if isinstance(context, PagedContext):  # a compiled layer would be compiled for each norm that it is given
-            norms: list[RMSNorm] = [layer.input_layernorm for layer in self.layers]  # type: ignore[misc]
-            following = [*norms[1:], self.norm if head is not None and head.can_fuse(x) else None]
-        half = None
-        for layer, norm in zip(self.layers, following, strict=True):
-            x, residual, half = layer(x, residual, context, half, norm)
+        for layer in self.layers:
+            x, residual, _ = layer(x, residual, context)
+        return self.norm(x, residual)[0]
+
+    def step(
+        self, input_ids: Tensor, context: PagedContext, head: Linear
+    ) -> tuple[Tensor, Tensor | None, HalfNorm | None]:
+        """Run the layers over ``[tokens]`` ids and a cache.
+
+        Each norm that stands between two projections is shared out between them where that can be done, the first one
+        between the embedding and a projection, the last one between a projection and `head`.
+
+        Returns
+        -------
+        What the last :class:`DecoderBlock` does: x, the residual stream, and half of the final norm.
+        """
+        norms: list[RMSNorm] = [layer.input_layernorm for layer in self.layers]  # type: ignore[misc]
+        rows = self.embed_tokens.weight[:1].expand(len(input_ids), -1)  # such as will be looked up
+        half = residual = None
+        if self.layers[0].can_add(rows):  # type: ignore[operator]
+            x, half = self.embed_tokens.begin(input_ids, norms[0])
+        else:
+            x = self.embed_tokens(input_ids)
+            x = x.to(computed_in(x.dtype, x.device))
+        for layer, following in zip(self.layers, [*norms[1:], self.norm if head.can_fuse(rows) else None], strict=True):
+            x, residual, half = layer(x, residual, context, half, following)
         return x, residual, half
 
 
@@ -266,7 +269,7 @@ class CausalLM(nn.Module):
         """
         backend.plan(cache, tuple(self.spec_of_window.values()))
         context = PagedContext(self.model.rotary(position_ids), cache, backend)
-        x, residual, half = self.model.streams(input_ids, context, head=self.lm_head)
+        x, residual, half = self.model.step(input_ids, context, self.lm_head)
         norm = self.model.norm
         if half is not None:
             half = half if logit_rows is None else HalfNorm(*(part[logit_rows] for part in half))

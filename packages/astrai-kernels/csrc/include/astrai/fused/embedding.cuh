@@ -1,16 +1,43 @@
-// Rows of a table by their ids.
+// Rows of a table by their ids, and half of the norm that reads them, if wanted (linear/halves.cuh).
 #pragma once
 
 #include "astrai/common/launch.cuh"
 #include "astrai/common/pdl.cuh"
 #include "astrai/common/types.cuh"
+#include "astrai/fused/norm_octet.cuh"
 #include "astrai/fused/params.h"
+#include "astrai/linear/params.h"
 
 namespace astrai {
 
 constexpr int kEmbeddingThreads = 256;
 /// Octets of a thread where there are enough: that many ids, and then rows, are in flight.
 constexpr int kEmbeddingOctets = 4;
+
+/// Store a token's features from `begin` on, times their weights, and the sum of squares of 16, in the order of halves.cuh.
+/// A pair of neighbouring lanes, which both call it, has those 16.
+__device__ __forceinline__ void begin_norm(const EmbeddingParams& params, int64_t token, int begin,
+                                           const Octet<bfloat16>& octet, const Octet<bfloat16>& weight, bool wanted) {
+  float value[kOctet];
+  unpack(octet, value);
+  float pair[kOctet / 2];
+#pragma unroll
+  for (int i = 0; i < kOctet / 2; ++i) {
+    pair[i] = __fmaf_rn(value[2 * i + 1], value[2 * i + 1], __fmul_rn(value[2 * i], value[2 * i]));
+    pair[i] = __fadd_rn(pair[i], __shfl_xor_sync(0xffffffffu, pair[i], 1));
+  }
+  if (!wanted) return;
+  store_octet<true>(static_cast<bfloat16*>(params.next_x) + token * params.hidden + begin, multiply(octet, weight), kOctet);
+  if (begin % kHalfWidth == 0) {
+    params.next_squares[token * (params.hidden / kHalfWidth) + begin / kHalfWidth] =
+        __fadd_rn(__fadd_rn(pair[0], pair[1]), __fadd_rn(pair[2], pair[3]));
+  }
+}
+
+template <typename T, bool kAligned>
+constexpr bool kBeginsNorm = false;
+template <>
+constexpr bool kBeginsNorm<bfloat16, true> = true;
 
 /// kAligned as in load_octet, for every row of both tensors.
 template <typename T, int kOctets, bool kAligned>
@@ -50,6 +77,12 @@ __global__ void __launch_bounds__(kEmbeddingThreads) embedding_kernel(const Embe
     if (index < total) {
       store_octet<kAligned>(static_cast<T*>(params.out) + token * params.out_stride + begin, octet[j],
                             params.hidden - begin);
+    }
+    if constexpr (kBeginsNorm<T, kAligned>) {
+      if (params.next_norm != nullptr) {
+        const auto* weights = static_cast<const T*>(params.next_norm);
+        begin_norm(params, token, begin, octet[j], load_octet<true, true>(weights + begin, kOctet), index < total);
+      }
     }
   }
 }

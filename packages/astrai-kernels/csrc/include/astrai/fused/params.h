@@ -88,6 +88,10 @@ struct EmbeddingParams {
   int64_t vocab;
   int hidden;
   bool ids_are_64_bit;
+  // As in LinearParams: what the product that reads the rows' norm wants of it. Null, or bfloat16 and hidden a kHalfMultiple.
+  const void* next_norm;
+  void* next_x;
+  float* next_squares;
 };
 
 }  // namespace astrai
