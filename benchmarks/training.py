@@ -1,14 +1,16 @@
 """Training steps of astrai beside transformers' Llama, same shapes, same data, same card, one run.
 
-    python -m benchmarks.training --out gpu_out [--size 0.32] [--only ours|hf] [--precision fp8] [--profile]
+    python -m benchmarks.training --out gpu_out [--size 0.32] [--only ours|hf] [--precision fp8] [--ranks 2] [--profile]
         [--set precision.attention=flash]
 
 ``ours`` goes through the front door: a recipe, ``astrai_train.run.build`` and the trainer with its clipping, on rows of
 one document of 2048 tokens; in pure bf16 and over fp32 master weights (the default of recipes), with ``--precision fp8``
 or ``fp8_mixed`` the same with the blocks' products in float8. ``hf`` is LlamaForCausalLM in pure bf16, eager and
-compiled, with torch's fused AdamW and clipping. Five steps warm up and ten are timed. Each case is printed, and written
-to ``--out``, when it is done. MFU counts 6 FLOPs a token and matrix weight and causal attention half
-(astrai_train.metrics.mfu), over the card's dense bf16 peak, for float8 too.
+compiled, with torch's fused AdamW and clipping. ``--ranks`` adds runs of ours on that many GPUs, each with the
+micro-batch of one: replicas, and shards that are gathered once a step or once a pass; "of one %" is their rate over that
+of one rank times the ranks. Five steps warm up and ten are timed. Each case is printed, and written to ``--out``, when
+it is done. MFU counts 6 FLOPs a token and matrix weight and causal attention half (astrai_train.metrics.mfu), over the
+card's dense bf16 peak, for float8 too.
 
 What a step of the 0.32 B model is made of on an H200 (24 x 1024, ffn 2816, heads 16/4, vocabulary 49152, tied; 16 x 2048
 tokens), and what is chosen for it:
@@ -45,7 +47,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -58,10 +60,11 @@ from astrai_train import Callback, StepRecord, TrainConfig, TrainContext
 from astrai_train.config.recipe_file import parse_value
 from astrai_train.data.store import write_store
 from astrai_train.metrics.mfu import CONVENTION, FlopsCounter, peak_flops
+from astrai_train.parallel.launch import launch
 from astrai_train.run import build
 from tools.gpu_results import write
 
-COLUMNS = ["size", "variant", "MFU %", "tokens/s", "ms", "peak GB", "loss", "start s"]
+COLUMNS = ["size", "variant", "MFU %", "tokens/s", "of one %", "ms", "peak GB", "loss", "start s"]
 WARM_UP, TIMED = 5, 10
 PRECISIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("ours, bf16", {"dtype": "bf16"}),
@@ -70,6 +73,12 @@ PRECISIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8_mixed": ("ours, fp8 over fp32 master", {"dtype": "bf16_mixed", "fp8": True}),
 }
 """Of ``--precision``: the variant's name, and the fields of the recipe."""
+MODES: dict[str, dict[str, Any]] = {
+    "ddp": {"mode": "ddp"},
+    "fsdp": {"mode": "fsdp"},
+    "fsdp, resharded": {"mode": "fsdp", "reshard_after_forward": True},
+}
+"""How several ranks train: a variant's name, and the fields of the recipe."""
 LEARNING_RATE, BETAS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 0.1, 1.0
 
 
@@ -153,7 +162,7 @@ class Stopwatch:
 
 
 class Done(Exception):
-    """Ends a run of ours before it saves a checkpoint."""
+    """Ends a run of ours, on every rank, where it would save a checkpoint."""
 
 
 class Timer(Callback):
@@ -170,24 +179,31 @@ class Timer(Callback):
     def on_step_end(self, context: TrainContext, record: StepRecord) -> None:
         """Mark the step."""
         self.loss = record.loss if record.loss is not None else float("nan")
-        if self.watch.mark():
-            raise Done
+        self.watch.mark()
 
 
-def documents(size: Size) -> list[Any]:
+def documents(size: Size, ranks: int = 1) -> list[Any]:
     """Return random documents of one row each, the same for both sides."""
     draw = np.random.default_rng(0)
-    return [draw.integers(0, size.vocab, size.seq_len) for _ in range(4 * size.micro_batch)]
+    return [draw.integers(0, size.vocab, size.seq_len) for _ in range(4 * size.micro_batch * ranks)]
 
 
-def ours(size: Size, precision: dict[str, Any], device: str, changes: dict[str, Any], profile: bool) -> Timing:
-    """Time a run of astrai."""
+def ours(
+    size: Size,
+    precision: dict[str, Any],
+    device: str,
+    changes: dict[str, Any],
+    profile: bool,
+    ranks: int = 1,
+    parallel: dict[str, Any] | None = None,
+) -> Timing:
+    """Time a run of astrai; of several ranks, the first is timed."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(size.vocab)}, "w0"))
         tokenizer = Tokenizer(backend, config={"eos_token": "w1"})
         tokenizer.save_pretrained(root / "tokenizer")
-        write_store(root / "store", "text", [{"input_ids": row} for row in documents(size)], tokenizer)
+        write_store(root / "store", "text", [{"input_ids": row} for row in documents(size, ranks)], tokenizer)
         recipe: dict[str, Any] = {
             "model": {"architecture": size.config(), "tokenizer": str(root / "tokenizer")},
             "data": {"train": [{"path": str(root / "store")}], "seq_len": size.seq_len, "packing": "simple"},
@@ -196,10 +212,11 @@ def ours(size: Size, precision: dict[str, Any], device: str, changes: dict[str, 
             "lr_schedule": {"name": "constant", "warmup": 0},
             "max_grad_norm": MAX_NORM,
             "output_dir": str(root / "run"),
-            "batch_size": size.micro_batch,
+            "batch_size": size.micro_batch * ranks,
             "micro_batch_size": size.micro_batch,
-            "max_steps": 10**6,
+            "max_steps": WARM_UP + TIMED,
             "checkpoint": {"interval": 10**6},
+            "parallel": parallel or {"mode": "none"},
             "precision": {**precision, "compile": "default" if device == "cuda" else "none"},
             "log": {"interval": 10**6, "metrics": ["loss"], "progress": False},
         }
@@ -209,11 +226,26 @@ def ours(size: Size, precision: dict[str, Any], device: str, changes: dict[str, 
             for group in groups:
                 inner = inner.setdefault(group, {})
             inner[last] = value
-        timer = Timer(torch.device(device))
-        trainer = build(TrainConfig.from_dict(recipe), device=device, callbacks=[timer])
-        with profiled(profile, f"ours {size.name} {precision}"), contextlib.suppress(Done):
-            trainer.train()
-        return timer.watch.timing(timer.loss)
+        title = f"ours {size.name} {precision}" if profile else None
+        work = functools.partial(timed, recipe, device, title)
+        found = work() if ranks == 1 else launch(work, ranks)
+        assert found is not None, "the first rank has a watch"
+        return found
+
+
+def stop() -> None:
+    """Save nothing, and end."""
+    raise Done
+
+
+def timed(recipe: dict[str, Any], device: str, title: str | None) -> Timing | None:
+    """Time a recipe's steps on the first rank; `title`: print its kernels."""
+    timer = Timer(torch.device(device))
+    trainer: Any = build(TrainConfig.from_dict(recipe), device=device, callbacks=[timer])
+    trainer.save = stop
+    with profiled(title), contextlib.suppress(Done):
+        trainer.train()
+    return timer.watch.timing(timer.loss) if trainer.context.parallel.world.is_first else None
 
 
 def hf(size: Size, compiled: bool, device: str, profile: bool) -> Timing:
@@ -230,7 +262,7 @@ def hf(size: Size, compiled: bool, device: str, profile: bool) -> Timing:
     rows = torch.from_numpy(np.stack(documents(size)))
     batches = rows.to(device).split(size.micro_batch)
     watch = Stopwatch(torch.device(device))
-    with profiled(profile, f"hf {size.name}{' compiled' if compiled else ''}"):
+    with profiled(f"hf {size.name}{' compiled' if compiled else ''}" if profile else None):
         while True:
             ids = batches[len(watch.marks) % len(batches)]
             loss = step_model(input_ids=ids, labels=ids).loss
@@ -243,9 +275,9 @@ def hf(size: Size, compiled: bool, device: str, profile: bool) -> Timing:
 
 
 @contextlib.contextmanager
-def profiled(wanted: bool, title: str) -> Iterator[None]:
-    """Print the kernels of all steps together, the most expensive first, if asked to."""
-    if not wanted:
+def profiled(title: str | None) -> Iterator[None]:
+    """Print the kernels of all steps together, the most expensive first, if there is a title."""
+    if title is None:
         yield
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -254,15 +286,29 @@ def profiled(wanted: bool, title: str) -> Iterator[None]:
     print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90))
 
 
-def variants(size: Size, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Timing]]]:
-    """Yield name and measurement."""
+class Variant(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    measure: Callable[[], Timing]
+    ranks: int = 1
+    one: str = ""
+    """The same on one rank."""
+
+
+def variants(size: Size, options: argparse.Namespace) -> Iterator[Variant]:
+    """Yield what is wanted of a size."""
     changes = {name: parse_value(value) for name, _, value in (item.partition("=") for item in options.set)}
+    given = options.device, changes, options.profile
     if options.only != "hf":
         for name, precision in (PRECISIONS[wanted] for wanted in options.precision or ["bf16", "bf16_mixed"]):
-            yield name, functools.partial(ours, size, precision, options.device, changes, options.profile)
+            yield Variant(name, functools.partial(ours, size, precision, *given))
+            for mode, parallel in MODES.items() if options.ranks > 1 else ():
+                measure = functools.partial(ours, size, precision, *given, options.ranks, parallel)
+                yield Variant(f"{name}, {options.ranks} x {mode}", measure, options.ranks, name)
     if options.only != "ours":
         for name, compiled in (("hf compiled, bf16", True), ("hf eager, bf16", False)):
-            yield name, functools.partial(hf, size, compiled, options.device, options.profile)
+            yield Variant(name, functools.partial(hf, size, compiled, options.device, options.profile))
 
 
 def main() -> None:
@@ -274,6 +320,7 @@ def main() -> None:
     parser.add_argument(
         "--precision", choices=list(PRECISIONS), action="append", help="of ours; default: bf16 and bf16_mixed"
     )
+    parser.add_argument("--ranks", type=int, default=1, help="ours also on that many GPUs (default: 1)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of our recipe")
     parser.add_argument("--profile", action="store_true", help="print kernels by time; not for figures")
     parser.add_argument("--device", default="cuda")
@@ -282,12 +329,15 @@ def main() -> None:
         parser.error("transformers is not installed: install it, or measure --only ours")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --device cpu --size tiny tries the program out")
+    if options.device == "cuda" and options.ranks > torch.cuda.device_count():
+        parser.error(f"--ranks {options.ranks}: torch sees {torch.cuda.device_count()} GPUs")
     peak = peak_flops(torch.device(options.device))
     rows = []
     for name in options.size or ["0.32", "1.07"]:
         size = SIZES[name]
         flops, tokens = size.flops(), size.micro_batch * size.seq_len
-        for variant, measure in variants(size, options):
+        rates: dict[str, float] = {}
+        for variant, measure, ranks, one in variants(size, options):
             print(f"{name} B, {variant} ...", flush=True)
             timing = measure()
             gc.collect()
@@ -295,12 +345,14 @@ def main() -> None:
             if options.device == "cuda":
                 torch.cuda.empty_cache()
             seconds = timing.milliseconds / 1e3
+            rates[variant] = ranks * tokens / seconds
             rows.append(
                 {
                     "size": name,
                     "variant": variant,
                     "MFU %": 100 * flops / seconds / peak if peak else float("nan"),
-                    "tokens/s": round(tokens / seconds),
+                    "tokens/s": round(rates[variant]),
+                    "of one %": 100 * rates[variant] / (ranks * rates[one or variant]),
                     "ms": timing.milliseconds,
                     "peak GB": timing.peak_bytes / 1e9,
                     "loss": timing.loss,

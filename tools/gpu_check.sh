@@ -5,6 +5,7 @@
 #   tools/gpu_check.sh test          pytest -m gpu over the repository, then the ladder programs
 #   tools/gpu_check.sh sanitize      the ladder's small cases under memcheck, racecheck and initcheck
 #   tools/gpu_check.sh bench NAME    benchmarks/NAME.py, for example: bench kernels; its options follow
+#   tools/gpu_check.sh two           on two GPUs: the tests of several ranks, by NCCL, and training on one and on two
 #
 # Needed: nvcc, cmake, and a Python with torch (CUDA), pybind11, scikit-build-core and pytest.
 # Environment:
@@ -24,8 +25,8 @@ die() {
 }
 
 case ${1:-}/$# in
-  build/1 | test/1 | sanitize/1 | bench/[2-9]) ;;
-  *) die "usage: $0 build | test | sanitize | bench NAME [OPTION...]" ;;
+  build/1 | test/1 | sanitize/1 | two/1 | bench/[2-9]) ;;
+  *) die "usage: $0 build | test | sanitize | two | bench NAME [OPTION...]" ;;
 esac
 
 PYTHON=${PYTHON:-python3}
@@ -153,11 +154,28 @@ bench() {
   PYTHONPATH=$PYTHONPATH "${LIMIT[@]}" "$PYTHON" -m "benchmarks.$name" --out "$OUT" "$@"
 }
 
+two() {
+  need_gpu_and_kernels
+  PYTHONPATH=$PYTHONPATH "$PYTHON" -c 'import torch; raise SystemExit(torch.cuda.device_count() < 2)' || die "needed: two GPUs"
+  say "two: tests of several ranks"
+  local status=0
+  rm -f "$WORK/two.xml"
+  PYTHONPATH=$PYTHONPATH "${LIMIT[@]}" "$PYTHON" -m pytest -m gpu -v -p no:cacheprovider --tb=short -rfE --junitxml="$WORK/two.xml" \
+    packages/astrai-train/tests/test_train_{parallel,launch}.py packages/astrai-kernels/tests/test_kernels_gpu_torch.py \
+    >"$OUT/two.log" 2>&1 || status=$?
+  grep -aE 'FAILED|ERROR|^E  |^=+ .*(passed|failed|error)' "$OUT/two.log" | sort -u | head -n 60 || true
+  local results=(--command "pytest=$status")
+  [[ -f $WORK/two.xml ]] && results+=(--junit "$WORK/two.xml")
+  bench training --only ours --precision bf16 --ranks 2 || results+=(--command "training=$?")
+  PYTHONPATH=$PYTHONPATH "$PYTHON" -m tools.gpu_results "$OUT/two.json" "${results[@]}" || die "not all passed"
+}
+
 started=$SECONDS
 case $1 in
   build) build ;;
   test) run_tests ;;
   sanitize) sanitize ;;
+  two) two ;;
   bench) bench "${@:2}" ;;
 esac
 say "$* done in $((SECONDS - started)) s; results in $OUT"

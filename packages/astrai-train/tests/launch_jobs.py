@@ -24,7 +24,12 @@ def ranks(rank_file: Path) -> tuple[int, int]:
 
 def fail(rank: int, how: str) -> None:
     """Fail on one rank, while the others wait for it in a collective, or on all."""
-    distributed.init_process_group("gloo")
+    if how == "in nccl":
+        torch.cuda.set_device(distributed.get_node_local_rank())
+    distributed.init_process_group("nccl" if how == "in nccl" else "gloo")
+    if how == "in nccl":  # there is a communicator before one of them is gone
+        distributed.all_reduce(torch.ones(1, device="cuda"))
+        torch.cuda.synchronize()
     if how == "all":
         raise DataError("there is no data anywhere")
     if distributed.get_rank() == rank:
@@ -36,6 +41,8 @@ def fail(rank: int, how: str) -> None:
     if how == "hang":
         time.sleep(600)
     distributed.barrier()
+    if how == "in nccl":
+        torch.cuda.synchronize()
 
 
 def linger(directory: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
+from astrai_core import AutoModel, AutoTokenizer, ModelConfig, save_pretrained
 from astrai_core.errors import AstraiError
 from astrai_train import TrainConfig, checkpoint
 from astrai_train.data.store import write_store
@@ -52,23 +53,32 @@ def write_stores(root: Path, tokenizer: Any) -> None:
         write_store(root / name, kind, rows, tokenizer)
 
 
-def run_jobs(jobs: dict[str, Job]) -> dict[str, Any]:
+def write_start(root: Path, model: Any) -> None:
+    """Write the pretrained model of some jobs, of the architecture that the others draw."""
+    config, generator = ModelConfig.from_dict(dict(model.architecture)), torch.Generator().manual_seed(5)
+    start = AutoModel.from_config(config, device="cpu", generator=generator)
+    save_pretrained(start, root / "start", tokenizer=AutoTokenizer.from_pretrained(model.tokenizer))
+
+
+def run_jobs(jobs: dict[str, Job], device: str) -> dict[str, Any]:
     """Do all jobs within one process group; return by name where each stopped, or its error."""
-    distributed.init_process_group("gloo")
-    found = {name: run_job(job) for name, job in jobs.items()}
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    found = {name: run_job(job, device) for name, job in jobs.items()}
     distributed.destroy_process_group()
     return found
 
 
-def run_job(job: Job) -> Any:
+def run_job(job: Job, device: str) -> Any:
     try:
-        trainer = build(TrainConfig.from_dict(job["recipe"]), resume=job.get("resume", False), device="cpu")
+        trainer = build(TrainConfig.from_dict(job["recipe"]), resume=job.get("resume", False), device=device)
     except AstraiError as error:
         return f"{type(error).__name__}: {error}"
     if "gradient" in job:
         gradient = gradient_of(trainer)
         if distributed.get_rank() == 0:
-            torch.save(gradient, job["gradient"])
+            torch.save({name: value.cpu() for name, value in gradient.items()}, job["gradient"])
         return None
     if "stop" in job:
         rank, step = job["stop"]
@@ -98,9 +108,9 @@ def full_disk(value: Any, target: Any, **options: Any) -> None:
 save = torch.save
 
 
-def die_in_a_save(recipe: dict[str, Any], rank: int, save: int) -> None:
+def die_in_a_save(recipe: dict[str, Any], rank: int, save: int, device: str) -> None:
     """Train; one rank is killed in the middle of a save (counted from 1), when its own part is written."""
-    trainer = build(TrainConfig.from_dict(recipe), device="cpu")
+    trainer = build(TrainConfig.from_dict(recipe), device=device)
     write, saves = checkpoint.write_tensors, []
 
     def write_and_die(*args: Any) -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from astrai_core.errors import AstraiError, ConfigError, DataError, TrainingError
 from astrai_train.parallel.launch import GRACE_SECONDS, RankError, launch
 
 TESTS = Path(__file__).parent
 slow = partial(pytest.param, marks=pytest.mark.slow)
+two_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")]
 
 
 @pytest.fixture
@@ -43,6 +45,7 @@ def test_ranks_find_each_other(jobs: Any, tmp_path: Path) -> None:
         slow("data", DataError, r"^rank 1: rows.jsonl:3: not JSON; mend the line$"),
         slow("unforeseen", TrainingError, r"^rank 1: ZeroDivisionError: by nothing \(run with --debug"),
         slow("hang", TrainingError, r"^rank 1: was killed by SIGKILL .*resumed"),
+        pytest.param("in nccl", TrainingError, r"^rank 1: was killed by SIGKILL .*resumed", marks=two_gpus),
         slow("all", DataError, "^there is no data anywhere$"),
     ],
 )

@@ -1,13 +1,15 @@
 """Several ranks against one process: equal steps for every mode, strategy and optimizer; checkpoints that reshard.
 
-Training rules 1, 5, 6, 7, 8 and 13; rows D1 to D3 and TR4. Two gloo processes do all jobs of this module in one process
-group, then three do theirs; what they leave on disk is compared with runs of this process.
+Training rules 1, 5, 6, 7, 8 and 13; rows D1 to D3 and TR4. Two processes do all jobs of this module in one process group,
+then three do theirs; what they leave on disk is compared with runs of this process. All by gloo on CPUs, and by NCCL on GPUs
+where there are as many.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from astrai_core import AutoModel
 from astrai_core.errors import TrainingError
 from astrai_train import TrainConfig
 from astrai_train.checkpoint import CheckpointStore
@@ -76,11 +77,31 @@ class Bench(NamedTuple):
     root: Path
     recipe: Recipe
     jobs: Any
+    device: str
+
+    def alone(self, recipe: dict[str, Any], **options: Any) -> Any:
+        """Train in this process."""
+        return train(TrainConfig.from_dict(recipe), device=self.device, **options)
+
+    def gradient(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the first step's gradient in this process."""
+        found = self.jobs.gradient_of(build(TrainConfig.from_dict(self.recipe(name, {})), device=self.device))
+        return {name: value.cpu() for name, value in found.items()}
+
+    def ranks(self, work: Callable[..., Any], n: int, *given: Any) -> Any:
+        """Return what `work` returns on `n` ranks, which is given the device too."""
+        if self.device == "cuda" and torch.cuda.device_count() < n:
+            pytest.skip(f"{n} ranks need as many GPUs")
+        return launch(partial(work, *given, self.device), n)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def bench(
-    tmp_path_factory: pytest.TempPathFactory, recipe: Recipe, tokenizer_dir: Path, byte_tokenizer: Any
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    recipe: Recipe,
+    tokenizer_dir: Path,
+    byte_tokenizer: Any,
 ) -> Iterator[Bench]:
     """Stores, and a function from a name and changes to a recipe that trains on them."""
     root = tmp_path_factory.mktemp("parallel")
@@ -109,7 +130,8 @@ def bench(
         import parallel_jobs
 
         parallel_jobs.write_stores(root, byte_tokenizer)
-        yield Bench(root, make, parallel_jobs)
+        parallel_jobs.write_start(root, TrainConfig.from_dict(make("start", {})).model)
+        yield Bench(root, make, parallel_jobs, request.param)
 
 
 def source(root: Path, name: str, kind: str = "train") -> dict[str, Any]:
@@ -164,14 +186,6 @@ class Outcome(NamedTuple):
 @pytest.fixture(scope="module")
 def two(bench: Bench) -> Outcome:
     """What two ranks and this process did."""
-    generator = torch.Generator().manual_seed(5)
-    architecture = TrainConfig.from_dict(bench.recipe("start", {})).model.architecture
-    from astrai_core import AutoTokenizer, ModelConfig, save_pretrained
-
-    start = AutoModel.from_config(ModelConfig.from_dict(dict(architecture)), device="cpu", generator=generator)
-    tokenizer = AutoTokenizer.from_pretrained(bench.recipe("start", {})["model"]["tokenizer"])
-    save_pretrained(start, bench.root / "start", tokenizer=tokenizer)
-
     jobs: dict[str, Any] = {}
     for mode, parallel in MODES.items():
         changes = {"parallel": parallel}
@@ -198,17 +212,16 @@ def two(bench: Bench) -> Outcome:
     jobs["again"] = {"recipe": bench.recipe("adamw-fsdp", {"parallel": MODES["fsdp"]})}
     jobs["uneven"] = {"recipe": bench.recipe("uneven", {"parallel": MODES["ddp"], "micro_batch_size": 4})}
     jobs["none"] = {"recipe": bench.recipe("none", {})}
-    told = launch(partial(bench.jobs.run_jobs, jobs), 2)
+    told = bench.ranks(bench.jobs.run_jobs, 2, jobs)
     for name, changes in changes_of.items():
-        train(TrainConfig.from_dict(bench.recipe(name, changes)), device="cpu")
+        bench.alone(bench.recipe(name, changes))
     return Outcome(bench, told)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_gradient_is_that_of_one_process(two: Outcome, mode: str) -> None:
     """Rule 1: rows of many lengths over ranks and micro-batches; within 1e-6 in fp32, the tied weight's included."""
-    recipe = two.bench.recipe(f"gradient-{mode}-alone", {})
-    expected = two.bench.jobs.gradient_of(build(TrainConfig.from_dict(recipe), device="cpu"))
+    expected = two.bench.gradient(f"gradient-{mode}-alone")
     found = torch.load(two.bench.root / f"{mode}.pt", weights_only=True)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -260,7 +273,7 @@ def test_what_was_compared_moved(two: Outcome) -> None:
     first = TrainConfig.from_dict(two.bench.recipe("unused", {}))
     from astrai_train.models import starting_model
 
-    before = dict(starting_model(first, torch.device("cpu")).named_parameters())
+    before = dict(starting_model(first, torch.device(two.bench.device)).cpu().named_parameters())
     for optimizer in OPTIMIZERS:
         moved = two.weights(optimizer, STEPS)["model.layers.0.mlp.down_proj.weight"]
         assert (moved - before["model.layers.0.mlp.down_proj.weight"]).abs().max() > 1e-3
@@ -283,7 +296,7 @@ def test_resume_is_exact_and_ranks_agree_when_to_stop(two: Outcome, mode: str) -
 
 def test_ranks_drop_apart(two: Outcome) -> None:
     """Dropout must differ between ranks, so ranks with dropout do not equal one process."""
-    train(TrainConfig.from_dict(two.bench.recipe("dropout", DROPOUT | {"max_steps": 1})), device="cpu")
+    two.bench.alone(two.bench.recipe("dropout", DROPOUT | {"max_steps": 1}))
     assert two.lines("dropout")[0]["loss"] != pytest.approx(two.lines("straight-ddp")[0]["loss"], rel=1e-6)
 
 
@@ -317,12 +330,12 @@ def test_a_rank_killed_in_a_save_loses_nothing(bench: Bench) -> None:
     changes = {"parallel": MODES["fsdp"], "checkpoint.interval": 1, "max_steps": 5}
     recipe = bench.recipe("killed", changes)
     with pytest.raises(TrainingError, match="^rank 1: was killed by SIGKILL"):
-        launch(partial(bench.jobs.die_in_a_save, recipe, 1, 3), 2)
+        bench.ranks(bench.jobs.die_in_a_save, 2, recipe, 1, 3)
     checkpoints = Path(recipe["output_dir"]) / "checkpoints"
     found = CheckpointStore(checkpoints, keep=None, asynchronous=False).newest()
     assert found == (2, checkpoints / "step_2")
     alone = bench.recipe("killed", changes | {"parallel": {"mode": "none"}})
-    assert train(TrainConfig.from_dict(alone), resume=True, device="cpu").step == 5
+    assert bench.alone(alone, resume=True).step == 5
     assert not list(checkpoints.glob(".*")), "what the killed save left is gone"
 
 
@@ -345,26 +358,20 @@ def three(two: Outcome) -> Outcome:
     for optimizer in OPTIMIZERS:
         changes = {"optimizer": OPTIMIZERS[optimizer], "max_steps": STEPS + 2}
         straight = two.bench.recipe(f"{optimizer}-straight", changes)
-        train(TrainConfig.from_dict(straight), device="cpu")
+        two.bench.alone(straight)
         for origin, target in ((f"{optimizer}-fsdp", "fsdp"), (f"{optimizer}-ddp", "fsdp"), (optimizer, "fsdp")):
             name = f"{origin}-on-three"
             recipe = two.bench.recipe(name, {**changes, "parallel": MODES[target]})
-            copy_run(runs / origin, runs / name)
+            shutil.copytree(runs / origin, runs / name)
             jobs[name] = {"recipe": recipe, "resume": True}
         for mode in ("none", "fsdp"):
             name = f"{optimizer}-fsdp-on-one-{mode}"
-            copy_run(runs / f"{optimizer}-fsdp", runs / name)
+            shutil.copytree(runs / f"{optimizer}-fsdp", runs / name)
             recipe = two.bench.recipe(name, {**changes, "parallel": {"mode": mode}})
-            train(TrainConfig.from_dict(recipe), resume=True, device="cpu")
+            two.bench.alone(recipe, resume=True)
     gradient = {"recipe": two.bench.recipe("gradient-three", {"parallel": MODES["fsdp"]})}
     jobs["gradient"] = gradient | {"gradient": str(two.bench.root / "fsdp_three.pt")}
-    return Outcome(two.bench, launch(partial(two.bench.jobs.run_jobs, jobs), 3))
-
-
-def copy_run(origin: Path, target: Path) -> None:
-    import shutil
-
-    shutil.copytree(origin, target)
+    return Outcome(two.bench, two.bench.ranks(two.bench.jobs.run_jobs, 3, jobs))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -384,8 +391,7 @@ def test_a_checkpoint_loads_on_any_number_of_ranks(three: Outcome, optimizer: st
 
 def test_the_gradient_of_three_uneven_shards(three: Outcome) -> None:
     """Rule 1."""
-    recipe = three.bench.recipe("gradient-three-alone", {})
-    expected = three.bench.jobs.gradient_of(build(TrainConfig.from_dict(recipe), device="cpu"))
+    expected = three.bench.gradient("gradient-three-alone")
     found = torch.load(three.bench.root / "fsdp_three.pt", weights_only=True)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0)
