@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from astrai_core.errors import CheckpointError, ConfigError
-from astrai_train.metrics.grad_snr import GradSNRTracker, noise_scale
+from astrai_train.metrics.grad_snr import GradSNRTracker
 
 GRADS = ((1, 2), (1.2, 1.8), (0.8, 2.4), (1, 2.2))
 
@@ -70,19 +70,6 @@ def test_slow_decay_is_the_window() -> None:
     assert ratio is not None
     assert ratio * 3 / 4 == pytest.approx(57.964286, rel=2e-3)
     assert 10 * math.log10(ratio * 3 / 4) == pytest.approx(17.6316, abs=1e-2)
-
-
-def test_noise_scale() -> None:
-    """Maths 10: from the same gradients, batches of 1 and of 4."""
-    samples = torch.tensor(GRADS).double()
-    large, small = float(samples.mean(0).square().sum()), float(samples.square().sum(1).mean())
-    assert (large, small) == pytest.approx((5.41, 5.48))
-    found = noise_scale(small=small, n_small=1, large=large, n_large=4)
-    assert (found.signal, found.noise) == pytest.approx((5.386667, 0.093333), abs=5e-7)
-    assert found.batch_size == pytest.approx(0.017327, abs=5e-7)
-    assert math.isnan(noise_scale(small=9, n_small=1, large=1, n_large=4).batch_size)
-    with pytest.raises(ConfigError, match="n_small < n_large"):
-        noise_scale(small=1, n_small=4, large=1, n_large=4)
 
 
 def test_shards_add_up() -> None:

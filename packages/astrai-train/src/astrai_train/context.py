@@ -17,6 +17,7 @@ from astrai_train.data.collate import BatchSource, TrainBatch
 from astrai_train.ema import WeightAverage
 from astrai_train.metrics.grad_snr import GradSNRTracker
 from astrai_train.metrics.mfu import peak_flops
+from astrai_train.metrics.noise_scale import NoiseScaleTracker
 from astrai_train.optim.composite import CompositeOptimizer
 from astrai_train.optim.lr_schedule import LRSchedule
 from astrai_train.parallel.mode import ParallelMode
@@ -67,6 +68,7 @@ class TrainContext:
     valid: Sequence[tuple[DataSource, Iterable[TrainBatch]]] = ()
     """Members of the validation set; each iteration over one's batches goes through it once."""
     grad_snr: GradSNRTracker | None = None
+    noise_scale: NoiseScaleTracker | None = None
     ema: WeightAverage | None = None
     counters: Counters = field(default_factory=Counters)
 
@@ -100,6 +102,8 @@ class StepRecord:
     """Global norm before clipping; None for a skipped step."""
     grad_snr: float | None
     """Signal over noise of the gradient in decibels; None where it is not known, and between the steps that are logged."""
+    noise_scale: float | None
+    """Samples of a step whose gradient has as much noise as signal; None as above."""
     n_tokens: int
     """Tokens of the step on all ranks, padding left out."""
     flops: float

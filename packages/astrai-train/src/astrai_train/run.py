@@ -25,6 +25,7 @@ from astrai_train.data.store import TokenStore
 from astrai_train.ema import WeightAverage
 from astrai_train.metrics.grad_snr import GradSNRTracker
 from astrai_train.metrics.memory_estimate import estimate_memory
+from astrai_train.metrics.noise_scale import NoiseScaleTracker
 from astrai_train.models import blank_model, trained_model
 from astrai_train.optim.groups import OptimizerFactory
 from astrai_train.parallel.mode import create_mode
@@ -161,6 +162,7 @@ def build(
         parallel=parallel,
         valid=valid,
         grad_snr=_grad_snr(config, optimizer),
+        noise_scale=_noise_scale(config, optimizer),
         ema=None if config.ema_decay is None else WeightAverage.of(optimizer, config.ema_decay),
     )
     watchers = [CallbackFactory.create("metrics_file"), CallbackFactory.create("report"), *trackers, *callbacks]
@@ -211,6 +213,12 @@ def _grad_snr(config: TrainConfig, optimizer: Optimizer) -> GradSNRTracker | Non
         return None
     named = [pair for g in optimizer.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
     return GradSNRTracker(named, config.log.grad_snr_beta)
+
+
+def _noise_scale(config: TrainConfig, optimizer: Optimizer) -> NoiseScaleTracker | None:
+    if "noise_scale" not in config.log.metrics:
+        return None
+    return NoiseScaleTracker([p for g in optimizer.param_groups for p in g["params"]], config.log.noise_scale_beta)
 
 
 def _tokenizer(config: TrainConfig) -> Tokenizer:

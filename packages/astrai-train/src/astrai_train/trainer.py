@@ -177,6 +177,8 @@ class Trainer:
                 last = index + 1 == context.accumulation_steps
                 output = context.parallel.loss(context.strategy, batch, last=last)
             output.loss_sum.backward()
+            if index == 0 and context.noise_scale is not None:
+                context.noise_scale.begin(output.n_supervised)
             outputs.append(output.detach())
             n_tokens += batch.n_tokens
             flops += self._flops.of(document_lens(batch))
@@ -195,6 +197,9 @@ class Trainer:
             lr=context.optimizer.param_groups[0]["lr"],
             grad_norm=grad_norm,
             grad_snr=self._grad_snr(),
+            noise_scale=context.noise_scale.batch_size()
+            if context.noise_scale is not None and self._is_logged()
+            else None,
             n_tokens=n_tokens,
             flops=flops,
             seconds=time.perf_counter() - started,
@@ -219,6 +224,8 @@ class Trainer:
             told = torch.stack([context.parallel.world.add_up(loss_sum) / n_supervised, norm.double()])
             if context.grad_snr is not None:
                 context.grad_snr.update(n_supervised)
+            if context.noise_scale is not None:
+                context.noise_scale.update(norm, n_supervised, context.parallel.world.add_up)
             # Division and clipping are one pass over the gradients.
             factor = torch.full_like(norm, 1.0 / n_supervised)
             if context.config.max_grad_norm is not None:
@@ -248,8 +255,11 @@ class Trainer:
 
     def _grad_snr(self) -> float | None:
         """Return the gradient's signal over noise at a step that is logged; a collective."""
-        context = self.context
-        step, tracker = context.counters.step, context.grad_snr
-        if tracker is None or (step % context.config.log.interval and step != context.total_steps):
-            return None
-        return tracker.decibels(context.parallel.add_up_shards)
+        tracker = self.context.grad_snr
+        return (
+            tracker.decibels(self.context.parallel.add_up_shards) if tracker is not None and self._is_logged() else None
+        )
+
+    def _is_logged(self) -> bool:
+        step = self.context.counters.step
+        return step % self.context.config.log.interval == 0 or step == self.context.total_steps

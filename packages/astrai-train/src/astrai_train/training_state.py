@@ -18,7 +18,7 @@ from astrai_train.context import TrainContext
 from astrai_train.parallel.shards import SEPARATOR, read_tensors
 from astrai_train.rng import rng_state
 
-_OPTIMIZER, _GRAD_SNR, _EMA = "optimizer", "grad_snr", "ema"
+_OPTIMIZER, _GRAD_SNR, _NOISE_SCALE, _EMA = "optimizer", "grad_snr", "noise_scale", "ema"
 
 
 def collect(context: TrainContext) -> TrainingState:
@@ -34,6 +34,7 @@ def collect(context: TrainContext) -> TrainingState:
         "rng": context.parallel.world.gather(rng_state(context.device)),
         _OPTIMIZER: optimizer["param_groups"],
         _GRAD_SNR: None,
+        _NOISE_SCALE: None if context.noise_scale is None else context.noise_scale.state_dict(),
     }
     if context.grad_snr is not None:
         state = context.grad_snr.state_dict()
@@ -71,6 +72,8 @@ def restore(context: TrainContext, checkpoint: Path) -> Mapping[str, Any] | None
     if context.grad_snr is not None and plain[_GRAD_SNR] is not None:
         averages = {key: _below(tensors, _join(_GRAD_SNR, key)) for key in ("means", "squares")}
         context.grad_snr.load_state_dict({**plain[_GRAD_SNR], **averages})
+    if context.noise_scale is not None and plain.get(_NOISE_SCALE) is not None:
+        context.noise_scale.load_state_dict(plain[_NOISE_SCALE])
     if context.ema is not None:
         context.ema.load(_below(tensors, _EMA))
     streams: list[Mapping[str, Any]] = plain["rng"]

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Figures(Callback):
     """Gathers the columns that ``log.metrics`` names, every ``log.interval`` steps and at the last one.
 
-    ``loss``, ``lr`` and ``grad_norm`` are those of the line's step, ``grad_snr`` is in decibels, ``tokens`` counts from
-    the start of the run; ``tokens_per_s`` and ``mfu`` are over the steps since the line before; ``memory`` is the peak
-    in bytes. What does not exist (the MFU of a CPU, the loss of a skipped step) is None.
+    ``loss``, ``lr`` and ``grad_norm`` are those of the line's step, ``grad_snr`` is in decibels, ``noise_scale`` in samples,
+    ``tokens`` counts from the start of the run; ``tokens_per_s`` and ``mfu`` are over the steps since the line before;
+    ``memory`` is the peak in bytes. What does not exist (the MFU of a CPU, the loss of a skipped step) is None.
     """
 
     def __init__(self) -> None:
@@ -64,6 +64,7 @@ class Figures(Callback):
             "lr": record.lr,
             "grad_norm": record.grad_norm,
             "grad_snr": record.grad_snr,
+            "noise_scale": record.noise_scale,
             "tokens": context.counters.tokens,
             "tokens_per_s": self._tokens / self._seconds,
             "mfu": None if self._peak is None else self._flops / self._seconds / self._peak,

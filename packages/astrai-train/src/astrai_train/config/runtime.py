@@ -9,7 +9,7 @@ from pydantic import PositiveInt, ValidationInfo, field_validator
 from astrai_core.config.base import CONFIG, BaseConfig, dataclass
 from astrai_train.config.fields import ModuleName, Share
 
-Metric = Literal["loss", "lr", "grad_norm", "grad_snr", "tokens", "tokens_per_s", "mfu", "memory"]
+Metric = Literal["loss", "lr", "grad_norm", "grad_snr", "tokens", "tokens_per_s", "mfu", "memory", "noise_scale"]
 """A column of metrics.jsonl."""
 
 Tracker = Literal["tensorboard", "wandb"]
@@ -140,11 +140,14 @@ class LogConfig(BaseConfig):
     interval: PositiveInt = 10
     """Optimizer steps between lines of metrics."""
 
-    metrics: tuple[Metric, ...] = get_args(Metric)
-    """Columns computed and logged (row TR3)."""
+    metrics: tuple[Metric, ...] = get_args(Metric)[:-1]
+    """Columns computed and logged (row TR3); all but ``noise_scale``, which needs several micro-batches a step."""
 
     grad_snr_beta: Share = 0.999
     """Decay of the gradient moments behind ``grad_snr``."""
+
+    noise_scale_beta: Share = 0.99
+    """Decay of the estimates behind ``noise_scale``."""
 
     trackers: tuple[Tracker, ...] = ()
     """Outside trackers that get the same metrics."""
@@ -152,11 +155,13 @@ class LogConfig(BaseConfig):
     progress: bool = True
     """Show a progress bar on a terminal."""
 
-    @field_validator("grad_snr_beta")
+    @field_validator("grad_snr_beta", "noise_scale_beta")
     @classmethod
     def _noise_is_measured(cls, value: float, info: ValidationInfo) -> float:
-        if value != cls.grad_snr_beta and "grad_snr" not in info.data.get("metrics", ("grad_snr",)):
-            raise ValueError("metrics does not list grad_snr, which it is for; add that or remove this")
+        assert info.field_name is not None, "of a field"
+        metric = info.field_name.removesuffix("_beta")
+        if value != getattr(cls, info.field_name) and metric not in info.data.get("metrics", (metric,)):
+            raise ValueError(f"metrics does not list {metric}, which it is for; add that or remove this")
         return value
 
     @field_validator("metrics", "trackers")

@@ -179,7 +179,22 @@ class TrainConfig(BaseConfig):
                 f"batch_size {self.batch_size} must be a multiple of micro_batch_size x ranks = "
                 f"{self.micro_batch_size} x {world_size} = {rows}"
             )
+        if "noise_scale" in self.log.metrics and self.batch_size == rows:
+            raise ConfigError(
+                f"field 'log.metrics': noise_scale compares a micro-batch with a step, and batch_size {self.batch_size} is "
+                "one micro-batch a rank; lower micro_batch_size, or leave noise_scale out"
+            )
         return self.batch_size // rows
+
+    @field_validator("log")
+    @classmethod
+    def _gradients_are_apart(cls, log: LogConfig, info: ValidationInfo) -> LogConfig:
+        parallel = info.data.get("parallel")
+        if parallel and parallel.mode == "fsdp" and "noise_scale" in log.metrics:
+            raise ValueError(
+                "metrics lists noise_scale, but under 'fsdp' no rank has a gradient of its own; leave it out"
+            )
+        return log
 
     @field_validator("strategy")
     @classmethod

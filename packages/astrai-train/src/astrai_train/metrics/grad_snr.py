@@ -1,10 +1,9 @@
-"""How much of the gradient is signal: its signal-to-noise ratio over time (row TR3), and its noise scale."""
+"""How much of the gradient is signal: its signal-to-noise ratio over time (row TR3)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -133,39 +132,3 @@ class GradSNRTracker:
         self._samples[name] = 0
         self._means[name] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
         self._squares[name] = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
-
-
-@dataclass(frozen=True)
-class NoiseScale:
-    """Unbiased estimates from the gradients of a large and a small batch."""
-
-    signal: float
-    """Squared norm of the true gradient; an estimate may be negative."""
-    noise: float
-    """Trace of the covariance of one sample's gradient."""
-
-    @property
-    def batch_size(self) -> float:
-        """``B_simple``: the batch size at which noise and signal are equal; NaN where there is no signal."""
-        return self.noise / self.signal if self.signal > 0 else math.nan
-
-
-def noise_scale(*, small: float, n_small: float, large: float, n_large: float) -> NoiseScale:
-    """Estimate the gradient noise scale (McCandlish et al., arXiv 1812.06162, appendix A).
-
-    Parameters
-    ----------
-    small, large
-        Squared gradient norm of a small batch (averaged over such batches: ranks or micro-batches) and of a large one.
-    n_small, n_large
-        Samples in them.
-
-    Raises
-    ------
-    ConfigError
-        Unless ``0 < n_small < n_large``.
-    """
-    if not 0 < n_small < n_large:
-        raise ConfigError(f"the noise scale needs 0 < n_small < n_large, got {n_small} and {n_large}")
-    signal = (n_large * large - n_small * small) / (n_large - n_small)
-    return NoiseScale(signal, (small - large) / (1.0 / n_small - 1.0 / n_large))

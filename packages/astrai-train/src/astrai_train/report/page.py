@@ -22,6 +22,7 @@ _KNOWN = {
     "lr": ("Learning rate", lambda value: f"{value:.3g}"),
     "grad_norm": ("Gradient norm, before clipping", lambda value: f"{value:.3g}"),
     "grad_snr": ("Gradient signal to noise, dB", lambda value: f"{value:.3g}"),
+    "noise_scale": ("Gradient noise scale, in what the loss is a mean over", lambda value: f"{value:,.0f}"),
     "tokens_per_s": ("Tokens per second", lambda value: f"{value:,.0f}"),
     "mfu": ("Model FLOPs utilisation", lambda value: f"{value:.1%}"),
     "memory": ("Peak memory, GiB", lambda value: f"{value:.3g}"),

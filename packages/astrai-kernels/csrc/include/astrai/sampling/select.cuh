@@ -13,8 +13,7 @@ constexpr int kListCapacity = 2048;  // a tunable: tokens that are listed at mos
 
 constexpr int kDigitBits = 9;
 static_assert(1 << kDigitBits == kSamplingThreads, "a thread owns a bin of the histogram");
-constexpr int kMostVocab = 1 << 21;    // rounds fit the histogram, sums of weights 64 bits
-constexpr uint64_t kOne = 1ull << 40;  // weight of the likeliest token
+constexpr int kMostVocab = 1 << 21;  // rounds fit the histogram, sums of weights 64 bits
 
 // Bins of equal width in the logarithm of the weight, 48 a factor of two: past the last there is no weight left.
 constexpr int kBins = 4 * kSamplingThreads;
@@ -74,8 +73,8 @@ struct Weigher {
   }
   __device__ __forceinline__ float ratio(float score) const { return exp2f(exponent(score)); }
 
-  /// round(ratio * kOne). Adding 2^23 leaves the integer in the low bits: truncated, and then rounded to even as the
-  /// whole would be, without the conversions to integers, which are slow.
+  /// round(ratio * 2^40): the likeliest token weighs 2^40. Adding 2^23 leaves the integer in the low bits: truncated, and
+  /// then rounded to even as the whole would be, without the conversions to integers, which are slow.
   __device__ __forceinline__ Weight weight_of(float ratio) const {
     constexpr float kShift = 8388608.0f;
     const float scaled = __fmul_rn(ratio, 1048576.0f);
