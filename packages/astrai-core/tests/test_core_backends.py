@@ -42,7 +42,7 @@ class FakePlan:
         self.device = device
         FakePlan.made.append(self)
 
-    def update(self, seq_lens, req_indices=None):
+    def update(self, seq_lens, req_indices=None, *, overlap=False):
         assert seq_lens.dtype == torch.int32
         assert req_indices is not None and req_indices.dtype == torch.int64
         assert seq_lens.shape == req_indices.shape

@@ -152,18 +152,20 @@ def test_positions_are_right_after_every_change_of_the_batch(monkeypatch):
 
 
 def test_the_plan_is_made_once_a_step_for_all_layers():
-    """C2, C7: tables, prefix sums and the backend's plan are built once a step, whatever the number of layers."""
+    """C2, C7: tables, prefix sums and the backend's plan are built once a step, whatever the number of layers; and the plan
+    behind the embedding, which keeps the promise that it is given."""
     engine = small_engine(tiny_model(num_hidden_layers=5), max_num_seqs=4, max_batch_tokens=16)
-    pool, backend, calls = engine.pool, engine.scheduler.executor.backend, Counter()
-    bind, plan = pool.bind_tasks, backend.plan
-    pool.bind_tasks = lambda *a: (calls.update(bind=1), bind(*a))[1]
-    backend.plan = lambda *a: (calls.update(plan=1), plan(*a))[1]
+    pool, backend, decoder, calls = engine.pool, engine.scheduler.executor.backend, engine.model.model, []
+    bind, plan, embed = pool.bind_tasks, backend.plan, decoder.embed
+    pool.bind_tasks = lambda *a: (calls.append("bind"), bind(*a))[1]
+    decoder.embed = lambda *a: (calls.append("embed"), embed(*a))[1]
+    backend.plan = lambda *a, overlap: (calls.append(f"plan, overlap {overlap}"), plan(*a, overlap=overlap))[1]
     for length in (3, 40):
         submit(engine, list(range(length)), max_tokens=8)
     while engine.scheduler.step():
         pass
     assert engine.scheduler.n_steps > 8
-    assert calls == {"bind": engine.scheduler.n_steps, "plan": engine.scheduler.n_steps}
+    assert calls == ["bind", "embed", "plan, overlap True"] * engine.scheduler.n_steps
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "mistral", "sliding_window": 9}], ids=["full", "window"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from astrai_kernels import DecodePlan, decode_attention
+from astrai_kernels import DecodePlan, decode_attention, embedding
 from astrai_kernels.reference_attention import decode_attention as twin
 
 pytestmark = [pytest.mark.gpu, pytest.mark.kernel]
@@ -288,8 +288,27 @@ def test_opcheck(fresh_seed):
     torch.library.opcheck(torch.ops.astrai.attention_decode_out.default, arguments)
     torch.library.opcheck(
         torch.ops.astrai.attention_plan_out.default,
-        (case.seq_lens, case.rows, plan.chunks, plan.max_chunks, list(plan.shape)),
+        (case.seq_lens, case.rows, plan.chunks, plan.max_chunks, list(plan.shape), False),
     )
+
+
+@pytest.mark.parametrize("fixed_len", [None, 128])
+def test_a_plan_made_beside_the_embedding(fresh_seed, fixed_len):
+    """W2: the planner reads what is older than the kernel ahead; those behind it find the plan and what it wrote."""
+    case = Case([700, 1, 64, 5000, 333], fixed_len=fixed_len)
+    expected, plan, lens, rows = case.run()[0], case.plan(), case.seq_lens, case.rows
+    table, ids = (
+        torch.randn(1000, case.q.shape[1] * case.q.shape[2], device="cuda").to(case.q.dtype),
+        torch.arange(5).cuda(),
+    )
+    table[ids] = case.q.flatten(1)
+    torch.cuda.synchronize()
+    for _ in range(50):
+        plan.chunks.zero_()
+        q = embedding(ids, table).view_as(case.q)
+        plan.update(lens, rows, overlap=True)
+        out = decode_attention(q, case.k, case.v, plan, req_to_token=case.table)
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.slow

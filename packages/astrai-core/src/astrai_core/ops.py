@@ -57,7 +57,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 OVERLAP = True
 """Whether a step's norms, and the launch that writes keys and values, read what is older than the product ahead of them
-(the residual stream; positions, slots and angles) while that still runs."""
+(the residual stream; positions, slots and angles) while that still runs, and the plan of attention is made beside the
+embedding."""
 
 
 def add_rms_norm(

@@ -142,7 +142,7 @@ void attention_ragged(int dtype, int device, std::uintptr_t stream, Heads q, Hea
 }
 
 void attention_plan(int device, std::uintptr_t stream, std::uintptr_t seq_lens, std::uintptr_t req_indices,
-                    std::uintptr_t plan, int batch, int max_chunks, Shape shape, int fixed_len) {
+                    std::uintptr_t plan, int batch, int max_chunks, Shape shape, int fixed_len, bool overlap) {
   astrai::AttentionPlanParams p = {};
   p.seq_lens = reinterpret_cast<const std::int32_t*>(seq_lens);
   p.req_indices = reinterpret_cast<const std::int64_t*>(req_indices);
@@ -151,6 +151,7 @@ void attention_plan(int device, std::uintptr_t stream, std::uintptr_t seq_lens, 
   p.batch = batch;
   p.max_chunks = max_chunks;
   p.fixed_len = fixed_len;
+  p.overlap = overlap;
   int n_heads = 0;
   int n_kv_heads = 0;
   int head_dim = 0;

@@ -90,7 +90,7 @@ class DecodePlan:
         self.partial_ml = torch.empty((self.max_chunks, rows, 2), dtype=torch.float32, device=device)
         self.counters = torch.zeros((max_batch, rows), dtype=torch.int32, device=device)
 
-    def update(self, seq_lens: Tensor, req_indices: Tensor | None = None) -> None:
+    def update(self, seq_lens: Tensor, req_indices: Tensor | None = None, *, overlap: bool = False) -> None:
         """Cut the requests of a step; one small launch, no allocation, no sync.
 
         Parameters
@@ -99,6 +99,9 @@ class DecodePlan:
             ``[batch]`` int32: keys of each request, its query rows' own included.
         req_indices : Tensor, optional
             ``[batch]`` int64: rows of ``req_to_token``; 0, 1, 2, ... if it is not given.
+        overlap : bool
+            The caller's word that both were written before the kernel ahead, and that this is neither :func:`linear` nor a
+            library's product: they are then read while it still runs (csrc/include/astrai/common/pdl.cuh).
 
         Raises
         ------
@@ -117,7 +120,7 @@ class DecodePlan:
             check_dtype(op, "req_indices", req_indices, torch.int64)
             check_vector(op, "req_indices", req_indices)
             check_shape(op, "req_indices", req_indices, (batch,), "one per request")
-        _plan_op(seq_lens, req_indices, self.chunks, self.max_chunks, list(self.shape))
+        _plan_op(seq_lens, req_indices, self.chunks, self.max_chunks, list(self.shape), overlap)
 
 
 def decode_attention(
@@ -278,7 +281,9 @@ def _decode_fake(
     _check_decode(q, k, v, req_to_token, out, lse, mask, sinks, counters, shape, softcap, k_scale, v_scale)
 
 
-def _plan(seq_lens: Tensor, req_indices: Tensor | None, chunks: Tensor, max_chunks: int, shape: list[int]) -> None:
+def _plan(
+    seq_lens: Tensor, req_indices: Tensor | None, chunks: Tensor, max_chunks: int, shape: list[int], overlap: bool
+) -> None:
     extension().attention_plan(
         seq_lens.device.index,
         torch.cuda.current_stream(seq_lens.device).cuda_stream,
@@ -289,10 +294,13 @@ def _plan(seq_lens: Tensor, req_indices: Tensor | None, chunks: Tensor, max_chun
         max_chunks,
         (shape[0], shape[1], shape[2], shape[3], shape[4]),
         shape[5],
+        overlap,
     )
 
 
-def _plan_fake(seq_lens: Tensor, req_indices: Tensor | None, chunks: Tensor, max_chunks: int, shape: list[int]) -> None:
+def _plan_fake(
+    seq_lens: Tensor, req_indices: Tensor | None, chunks: Tensor, max_chunks: int, shape: list[int], overlap: bool
+) -> None:
     """Write nothing that has a shape."""
 
 
@@ -305,7 +313,8 @@ _decode_op = register(
     _decode_fake,
 )
 _plan_op = register(
-    "attention_plan_out(Tensor seq_lens, Tensor? req_indices, Tensor(a!) chunks, int max_chunks, int[] shape) -> ()",
+    "attention_plan_out(Tensor seq_lens, Tensor? req_indices, Tensor(a!) chunks, int max_chunks, int[] shape, "
+    "bool overlap) -> ()",
     _plan,
     _plan_fake,
 )

@@ -63,7 +63,7 @@ class AttentionBackend(ABC):
         return False
 
     @abstractmethod
-    def plan(self, cache: KVCache, specs: Sequence[AttentionSpec]) -> None:
+    def plan(self, cache: KVCache, specs: Sequence[AttentionSpec], *, overlap: bool = False) -> None:
         """Prepare ``metadata.plan`` of every group of the cache for one step.
 
         Parameters
@@ -71,6 +71,9 @@ class AttentionBackend(ABC):
         specs
             A layer of each attention window that the model has; layers with the same window differ in nothing that a
             plan depends on.
+        overlap
+            The caller's word that the metadata is older than the launch ahead, which is no product: a plan may be made
+            beside it.
         """
 
     def qkv_norm_rope_write(

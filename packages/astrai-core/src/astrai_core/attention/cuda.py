@@ -93,17 +93,19 @@ class CudaBackend(AttentionBackend):
         """Return True: a step of single queries reads nothing from the host."""
         return True
 
-    def plan(self, cache: KVCache, specs: Sequence[AttentionSpec]) -> None:
+    def plan(self, cache: KVCache, specs: Sequence[AttentionSpec], *, overlap: bool = False) -> None:
         """Cut the work of the single-query requests on the device: one launch for each kind of layer."""
         n_decode = leading_decodes(cache.groups[0])
         for metadata, of_group in cache.specs_of_groups(specs):
             metadata.plan = _StepPlan(
-                decode={spec.window: self._plan_decode(metadata, spec, n_decode) for spec in of_group if n_decode},
+                decode={
+                    spec.window: self._plan_decode(metadata, spec, n_decode, overlap) for spec in of_group if n_decode
+                },
                 n_decode=n_decode,
                 is_mixed=n_decode < len(metadata.q_lens_host),
             )
 
-    def _plan_decode(self, metadata: AttentionMetadata, spec: AttentionSpec, n_decode: int) -> Any:
+    def _plan_decode(self, metadata: AttentionMetadata, spec: AttentionSpec, n_decode: int, overlap: bool) -> Any:
         rows, max_len = metadata.req_to_token.shape
         fixed_len = FIXED_LEN if torch.are_deterministic_algorithms_enabled() else None
         key = (rows, max_len, spec.n_heads, spec.n_kv_heads, spec.head_dim, spec.window, fixed_len)
@@ -114,7 +116,7 @@ class CudaBackend(AttentionBackend):
             plan = self._plans[key] = self._decode_kernels.DecodePlan(
                 rows, spec.n_heads, spec.n_kv_heads, spec.head_dim, device, window=spec.window, **fixed
             )
-        plan.update(metadata.seq_lens[:n_decode], metadata.req_indices[:n_decode])
+        plan.update(metadata.seq_lens[:n_decode], metadata.req_indices[:n_decode], overlap=overlap)
         return plan
 
     def attend(

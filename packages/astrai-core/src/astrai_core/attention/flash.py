@@ -159,7 +159,7 @@ class FlashAttnBackend(AttentionBackend):
         library, reason = probe(device)
         return reason if library is None else None
 
-    def plan(self, cache: KVCache, specs: Sequence[AttentionSpec]) -> None:
+    def plan(self, cache: KVCache, specs: Sequence[AttentionSpec], *, overlap: bool = False) -> None:
         """Build the table of pages or the gather of each group and window."""
         for i, (metadata, of_group) in enumerate(cache.specs_of_groups(specs)):
             size = cache.k_buffers[cache.group_of.index(i)].shape[0]

@@ -59,7 +59,7 @@ class TorchNativeBackend(AttentionBackend):
         """Return None: torch runs everywhere."""
         return None
 
-    def plan(self, cache: KVCache, specs: Sequence[AttentionSpec]) -> None:
+    def plan(self, cache: KVCache, specs: Sequence[AttentionSpec], *, overlap: bool = False) -> None:
         """Look up the slots and build the masks of each group."""
         n_decode = leading_decodes(cache.groups[0])
         for metadata, of_group in cache.specs_of_groups(specs):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from astrai_core import ops
 from astrai_core.attention.backend import AttentionBackend
 from astrai_core.attention.gather import causal_mask
 from astrai_core.config.lora import LoRAConfig
@@ -63,27 +64,30 @@ class Decoder(nn.Module):
             x, residual, _ = layer(x, residual, context)
         return self.norm(x, residual)[0]
 
-    def step(
-        self, input_ids: Tensor, context: PagedContext, head: Linear
-    ) -> tuple[Tensor, Tensor | None, HalfNorm | None]:
-        """Run the layers over ``[tokens]`` ids and a cache.
+    def embed(self, input_ids: Tensor) -> tuple[Tensor, HalfNorm | None]:
+        """Look up ``[tokens]`` ids for :meth:`step`, and do half of the first norm where that can be done."""
+        rows = self.embed_tokens.weight[:1].expand(len(input_ids), -1)  # such as will be looked up
+        if self.layers[0].can_add(rows):  # type: ignore[operator]
+            return self.embed_tokens.begin(input_ids, self.layers[0].input_layernorm)  # type: ignore[arg-type]
+        x = self.embed_tokens(input_ids)
+        return x.to(computed_in(x.dtype, x.device)), None
 
-        Each norm that stands between two projections is shared out between them where that can be done, the first one
-        between the embedding and a projection, the last one between a projection and `head`.
+    def step(
+        self, x: Tensor, half: HalfNorm | None, context: PagedContext, head: Linear
+    ) -> tuple[Tensor, Tensor | None, HalfNorm | None]:
+        """Run the layers over the ``[tokens, hidden]`` of :meth:`embed` and a cache.
+
+        Each norm that stands between two projections is shared out between them where that can be done, the last one
+        between a projection and `head`.
 
         Returns
         -------
         What the last :class:`DecoderBlock` does: x, the residual stream, and half of the final norm.
         """
         norms: list[RMSNorm] = [layer.input_layernorm for layer in self.layers]  # type: ignore[misc]
-        rows = self.embed_tokens.weight[:1].expand(len(input_ids), -1)  # such as will be looked up
-        half = residual = None
-        if self.layers[0].can_add(rows):  # type: ignore[operator]
-            x, half = self.embed_tokens.begin(input_ids, norms[0])
-        else:
-            x = self.embed_tokens(input_ids)
-            x = x.to(computed_in(x.dtype, x.device))
-        for layer, following in zip(self.layers, [*norms[1:], self.norm if head.can_fuse(rows) else None], strict=True):
+        norms_behind = [*norms[1:], self.norm if head.can_fuse(x) else None]
+        residual = None
+        for layer, following in zip(self.layers, norms_behind, strict=True):
             x, residual, half = layer(x, residual, context, half, following)
         return x, residual, half
 
@@ -267,9 +271,11 @@ class CausalLM(nn.Module):
         logit_rows
             ``[rows]`` int64: tokens whose logits are wanted; None for all.
         """
-        backend.plan(cache, tuple(self.spec_of_window.values()))
+        x, half = self.model.embed(input_ids)
+        # The step's metadata is older than the embedding, beside which the plan is then made.
+        backend.plan(cache, tuple(self.spec_of_window.values()), overlap=ops.OVERLAP)
         context = PagedContext(self.model.rotary(position_ids), cache, backend)
-        x, residual, half = self.model.step(input_ids, context, self.lm_head)
+        x, residual, half = self.model.step(x, half, context, self.lm_head)
         norm = self.model.norm
         if half is not None:
             half = half if logit_rows is None else HalfNorm(*(part[logit_rows] for part in half))

@@ -155,6 +155,7 @@ def embedding(
     ids_are_64_bit: bool,
     table: tuple[int, int],
     out: tuple[int, int],
+    next: tuple[int, int, int],
     tokens: int,
     vocab: int,
     hidden: int,
@@ -286,6 +287,7 @@ def attention_plan(
     max_chunks: int,
     shape: _Shape,
     fixed_len: int,
+    overlap: bool,
     /,
 ) -> None: ...
 def attention_capacity(

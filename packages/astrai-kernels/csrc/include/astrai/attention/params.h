@@ -94,6 +94,7 @@ struct AttentionPlanParams {
   int q_len;
   int window;     // 0: none
   int fixed_len;  // chunk length of deterministic mode, a multiple of kChunkAlign; 0: chosen from the lengths
+  bool overlap;   // see plan_kernel
 };
 
 }  // namespace astrai

@@ -56,6 +56,9 @@ __device__ __forceinline__ int warp_max(int value) {
   return value;
 }
 
+/// The attention kernels read the plan before they wait, so nobody is let in before it is written. With `overlap`, the
+/// caller's word that lengths and rows are older than the kernel ahead, which has waited before it let this one in, the
+/// planner works beside that kernel and waits for it at the end, for those behind; what it wrote is then past its caches.
 __global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const AttentionPlanParams p) {
   __shared__ float cost[kCandidates];
   __shared__ int totals[kCandidates + 1];
@@ -63,7 +66,7 @@ __global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const AttentionPl
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / 32;
   const int lane = thread % 32;
-  pdl_wait();  // and no release: the attention kernels read the plan before they wait
+  if (!p.overlap) pdl_wait();
 
   if (p.fixed_len == 0) {
     // One candidate a warp.
@@ -150,6 +153,10 @@ __global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const AttentionPl
   if (thread == 0) {
     p.plan->n_chunks = base <= p.max_chunks ? base : -1;
     p.plan->chunk_len = limit;
+  }
+  if (p.overlap) {
+    __threadfence();
+    pdl_wait();
   }
 }
 
