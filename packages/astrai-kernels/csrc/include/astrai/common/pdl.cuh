@@ -7,7 +7,8 @@ namespace astrai {
 /// Wait until every earlier kernel of the stream has ended and its stores are visible.
 ///
 /// Every kernel of this library calls it in every thread that touches memory, before its first store and before it
-/// reads anything that an earlier kernel may have written; one that ends has therefore waited for all before it.
+/// reads anything that an earlier kernel may have written; one that ends has therefore waited for all before it. The planner
+/// may be told to store before it waits, in memory that the kernel ahead does not touch (attention/plan.cuh).
 ///
 /// What may be read before it: weights, which no kernel writes, and whatever was written before the last kernel that
 /// does not release early. Such a kernel has waited by the time that it releases, so all before it have ended; one that
