@@ -1,16 +1,14 @@
 """Training steps of astrai beside transformers' Llama, same shapes, same data, same card, one run.
 
-    python -m benchmarks.training --out gpu_out [--size 0.32] [--only ours|hf] [--precision fp8] [--ranks 2] [--profile]
+    python -m benchmarks.training --out gpu_out [--size 0.32] [--only ours|hf] [--precision fp8] [--profile]
         [--set precision.attention=flash]
 
 ``ours`` goes through the front door: a recipe, ``astrai_train.run.build`` and the trainer with its clipping, on rows of
 one document of 2048 tokens; in pure bf16 and over fp32 master weights (the default of recipes), with ``--precision fp8``
 or ``fp8_mixed`` the same with the blocks' products in float8. ``hf`` is LlamaForCausalLM in pure bf16, eager and
-compiled, with torch's fused AdamW and clipping. ``--ranks`` adds runs of ours on that many GPUs, each with the
-micro-batch of one: replicas, and shards that are gathered once a step or once a pass; "of one %" is their rate over that
-of one rank times the ranks. Five steps warm up and ten are timed. Each case is printed, and written to ``--out``, when
-it is done. MFU counts 6 FLOPs a token and matrix weight and causal attention half (astrai_train.metrics.mfu), over the
-card's dense bf16 peak, for float8 too.
+compiled, with torch's fused AdamW and clipping. Five steps warm up and ten are timed. Each case is printed, and written
+to ``--out``, when it is done. MFU counts 6 FLOPs a token and matrix weight and causal attention half
+(astrai_train.metrics.mfu), over the card's dense bf16 peak, for float8 too. Several GPUs: benchmarks/two_gpus.py.
 
 What a step of the 0.32 B model is made of on an H200 (24 x 1024, ffn 2816, heads 16/4, vocabulary 49152, tied; 16 x 2048
 tokens), and what is chosen for it:
@@ -47,7 +45,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -64,7 +62,7 @@ from astrai_train.parallel.launch import launch
 from astrai_train.run import build
 from tools.gpu_results import write
 
-COLUMNS = ["size", "variant", "MFU %", "tokens/s", "of one %", "ms", "peak GB", "loss", "start s"]
+COLUMNS = ["size", "variant", "MFU %", "tokens/s", "ms", "peak GB", "loss", "start s"]
 WARM_UP, TIMED = 5, 10
 PRECISIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("ours, bf16", {"dtype": "bf16"}),
@@ -286,29 +284,15 @@ def profiled(title: str | None) -> Iterator[None]:
     print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=90))
 
 
-class Variant(NamedTuple):
-    """A row of the table."""
-
-    name: str
-    measure: Callable[[], Timing]
-    ranks: int = 1
-    one: str = ""
-    """The same on one rank."""
-
-
-def variants(size: Size, options: argparse.Namespace) -> Iterator[Variant]:
-    """Yield what is wanted of a size."""
+def variants(size: Size, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Timing]]]:
+    """Yield name and measurement."""
     changes = {name: parse_value(value) for name, _, value in (item.partition("=") for item in options.set)}
-    given = options.device, changes, options.profile
     if options.only != "hf":
         for name, precision in (PRECISIONS[wanted] for wanted in options.precision or ["bf16", "bf16_mixed"]):
-            yield Variant(name, functools.partial(ours, size, precision, *given))
-            for mode, parallel in MODES.items() if options.ranks > 1 else ():
-                measure = functools.partial(ours, size, precision, *given, options.ranks, parallel)
-                yield Variant(f"{name}, {options.ranks} x {mode}", measure, options.ranks, name)
+            yield name, functools.partial(ours, size, precision, options.device, changes, options.profile)
     if options.only != "ours":
         for name, compiled in (("hf compiled, bf16", True), ("hf eager, bf16", False)):
-            yield Variant(name, functools.partial(hf, size, compiled, options.device, options.profile))
+            yield name, functools.partial(hf, size, compiled, options.device, options.profile)
 
 
 def main() -> None:
@@ -320,7 +304,6 @@ def main() -> None:
     parser.add_argument(
         "--precision", choices=list(PRECISIONS), action="append", help="of ours; default: bf16 and bf16_mixed"
     )
-    parser.add_argument("--ranks", type=int, default=1, help="ours also on that many GPUs (default: 1)")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of our recipe")
     parser.add_argument("--profile", action="store_true", help="print kernels by time; not for figures")
     parser.add_argument("--device", default="cuda")
@@ -329,15 +312,12 @@ def main() -> None:
         parser.error("transformers is not installed: install it, or measure --only ours")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --device cpu --size tiny tries the program out")
-    if options.device == "cuda" and options.ranks > torch.cuda.device_count():
-        parser.error(f"--ranks {options.ranks}: torch sees {torch.cuda.device_count()} GPUs")
     peak = peak_flops(torch.device(options.device))
     rows = []
     for name in options.size or ["0.32", "1.07"]:
         size = SIZES[name]
         flops, tokens = size.flops(), size.micro_batch * size.seq_len
-        rates: dict[str, float] = {}
-        for variant, measure, ranks, one in variants(size, options):
+        for variant, measure in variants(size, options):
             print(f"{name} B, {variant} ...", flush=True)
             timing = measure()
             gc.collect()
@@ -345,14 +325,12 @@ def main() -> None:
             if options.device == "cuda":
                 torch.cuda.empty_cache()
             seconds = timing.milliseconds / 1e3
-            rates[variant] = ranks * tokens / seconds
             rows.append(
                 {
                     "size": name,
                     "variant": variant,
                     "MFU %": 100 * flops / seconds / peak if peak else float("nan"),
-                    "tokens/s": round(rates[variant]),
-                    "of one %": 100 * rates[variant] / (ranks * rates[one or variant]),
+                    "tokens/s": round(tokens / seconds),
                     "ms": timing.milliseconds,
                     "peak GB": timing.peak_bytes / 1e9,
                     "loss": timing.loss,

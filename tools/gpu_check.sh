@@ -5,7 +5,8 @@
 #   tools/gpu_check.sh test          pytest -m gpu over the repository, then the ladder programs
 #   tools/gpu_check.sh sanitize      the ladder's small cases under memcheck, racecheck and initcheck
 #   tools/gpu_check.sh bench NAME    benchmarks/NAME.py, for example: bench kernels; its options follow
-#   tools/gpu_check.sh two           on two GPUs: the tests of several ranks, by NCCL, and training on one and on two
+#   tools/gpu_check.sh two           on two GPUs: the tests of several ranks, by NCCL, and training on one and on two, with a
+#                                    verdict on each in two_gpus.json; runs without the kernels, so `build` may be left out
 #
 # Needed: nvcc, cmake, and a Python with torch (CUDA), pybind11, scikit-build-core and pytest.
 # Environment:
@@ -15,7 +16,7 @@
 #   ASTRAI_EXTRA_SITE   a folder of further Python packages, for what this machine's Python lacks
 #   ASTRAI_COMMIT       commit to record where the tree came without its git folder
 #   ASTRAI_TEST_WORKERS processes that run the tests, where pytest-xdist is there (default 8): most of their time is the host's
-#   ASTRAI_PHASE_LIMIT  seconds that a phase's long commands may take (default 470)
+#   ASTRAI_PHASE_LIMIT  seconds that a phase's long commands may take (default 470); of `two` all together, about
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -155,19 +156,27 @@ bench() {
 }
 
 two() {
-  need_gpu_and_kernels
-  PYTHONPATH=$PYTHONPATH "$PYTHON" -c 'import torch; raise SystemExit(torch.cuda.device_count() < 2)' || die "needed: two GPUs"
+  PYTHONPATH=$PYTHONPATH "$PYTHON" -c 'import torch; raise SystemExit(torch.cuda.device_count() < 2)' ||
+    die "needed: two GPUs that torch sees"
   say "two: tests of several ranks"
-  local status=0
+  mkdir -p "$WORK"
   rm -f "$WORK/two.xml"
-  PYTHONPATH=$PYTHONPATH "${LIMIT[@]}" "$PYTHON" -m pytest -m gpu -v -p no:cacheprovider --tb=short -rfE --junitxml="$WORK/two.xml" \
-    packages/astrai-train/tests/test_train_{parallel,launch}.py packages/astrai-kernels/tests/test_kernels_gpu_torch.py \
-    >"$OUT/two.log" 2>&1 || status=$?
+  local files=(packages/astrai-train/tests/test_train_{parallel,sharded_optimizers,killed_rank,launch,world}.py)
+  [[ -d $SITE ]] && files+=(packages/astrai-kernels/tests/test_kernels_gpu_torch.py)
+  local limit=${ASTRAI_PHASE_LIMIT:-470} status=0 workers=()
+  # They spend their time starting processes; a worker takes whole files, whose ranks then start once.
+  if PYTHONPATH=$PYTHONPATH "$PYTHON" -c 'import xdist' 2>/dev/null; then workers=(-n "${#files[@]}" --dist loadfile); fi
+  # By SIGINT, after which pytest with workers still writes down what had come to its end.
+  PYTHONPATH=$PYTHONPATH timeout --signal=INT --kill-after=30 $((limit / 2)) "$PYTHON" -m pytest -m gpu "${workers[@]}" -v -p no:cacheprovider \
+    --durations=5 --tb=short -rfE --junitxml="$WORK/two.xml" "${files[@]}" >"$OUT/two.log" 2>&1 || status=$?
   grep -aE 'FAILED|ERROR|^E  |^=+ .*(passed|failed|error)' "$OUT/two.log" | sort -u | head -n 60 || true
-  local results=(--command "pytest=$status")
-  [[ -f $WORK/two.xml ]] && results+=(--junit "$WORK/two.xml")
-  bench training --only ours --precision bf16 --ranks 2 || results+=(--command "training=$?")
-  PYTHONPATH=$PYTHONPATH "$PYTHON" -m tools.gpu_results "$OUT/two.json" "${results[@]}" || die "not all passed"
+  printf 'pytest: status %d, %d passed\n' "$status" "$(grep -ac PASSED "$OUT/two.log" || true)"
+
+  say "two: training"
+  local left=$((limit - SECONDS + started))
+  PYTHONPATH=$PYTHONPATH timeout --kill-after=10 $((left + 60)) "$PYTHON" -m benchmarks.two_gpus --out "$OUT" --budget "$left" \
+    --junit "$WORK/two.xml" || die "not all is as asked for; $OUT/two_gpus.json says what"
+  ((status == 0)) || die "tests failed, or did not come to their end"
 }
 
 started=$SECONDS

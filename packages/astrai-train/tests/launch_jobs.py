@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -14,12 +16,13 @@ from astrai_core.errors import DataError
 
 
 def ranks(rank_file: Path) -> tuple[int, int]:
-    """Leave a file, and return (ranks, sum of what they told each other)."""
+    """Leave a file that says whether a group was open at the end, and return (ranks, sum of what they told each other)."""
     distributed.init_process_group("gloo")
-    total = torch.tensor(distributed.get_rank() + 1)
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    atexit.register(lambda: rank_file.with_name(f"rank_{rank}").write_text(f"open: {distributed.is_initialized()}"))
+    total = torch.tensor(rank + 1)
     distributed.all_reduce(total)
-    rank_file.with_name(f"rank_{distributed.get_rank()}").touch()
-    return distributed.get_world_size(), int(total)
+    return size, int(total)
 
 
 def fail(rank: int, how: str) -> None:
@@ -33,7 +36,8 @@ def fail(rank: int, how: str) -> None:
     if how == "all":
         raise DataError("there is no data anywhere")
     if distributed.get_rank() == rank:
-        if how == "data":
+        if how == "lingers":  # what a thread, or a GPU, still waits for keeps the process from ending
+            threading.Thread(target=time.sleep, args=(100,)).start()
             raise DataError("rows.jsonl:3: not JSON; mend the line")
         if how == "unforeseen":
             raise ZeroDivisionError("by nothing")

@@ -6,9 +6,10 @@ import errno
 import os
 import random
 import signal
+import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -64,10 +65,19 @@ def run_jobs(jobs: dict[str, Job], device: str) -> dict[str, Any]:
     """Do all jobs within one process group; return by name where each stopped, or its error."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch looks once, at a process's first product
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    found = {name: run_job(job, device) for name, job in jobs.items()}
+    found = {name: run_or_tell(job, device) for name, job in jobs.items()}
     distributed.destroy_process_group()
     return found
+
+
+def run_or_tell(job: Job, device: str) -> Any:
+    """Do a job; what fails in torch, on every rank alike, is told, so that the jobs after it are done."""
+    try:
+        return run_job(job, device)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def run_job(job: Job, device: str) -> Any:
@@ -84,7 +94,7 @@ def run_job(job: Job, device: str) -> Any:
         rank, step = job["stop"]
         if distributed.get_rank() == rank:
             signal_in_step(trainer, step)
-    if job.get("full") == distributed.get_rank():
+    if "full" in job and job["full"] == distributed.get_rank():
         with patch.object(torch, "save", full_disk):
             return outcome_of(trainer)
     return outcome_of(trainer)
@@ -124,6 +134,25 @@ def die_in_a_save(recipe: dict[str, Any], rank: int, save: int, device: str) -> 
         trainer.train()
 
 
+Moment = Literal["forward", "update"]
+"""Of a step: before any gradient is exchanged, or where the others' hosts wait for their GPUs."""
+
+
+def die_in_a_step(recipe: dict[str, Any], rank: int, step: int, moment: Moment, device: str) -> None:
+    """Train; one rank is killed in the middle of a step, counted from 1."""
+    trainer = build(TrainConfig.from_dict(recipe), device=device)
+    owner, name = {"forward": (trainer.context.parallel, "loss"), "update": (trainer, "_update")}[moment]
+    inner = getattr(owner, name)
+
+    def die(*given: Any, **named: Any) -> Any:
+        if trainer.context.counters.step + 1 == step and distributed.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(*given, **named)
+
+    with patch.object(owner, name, die):
+        trainer.train()
+
+
 def write_part(directory: Path) -> None:
     directory.mkdir(exist_ok=True)
     (directory / "__1_0.distcp").write_bytes(b"half")
@@ -154,3 +183,7 @@ def gradient_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     trainer._step(iter(trainer.context.source))
     trainer.context.checkpoints.close()
     return found
+
+
+if __name__ == "__main__":  # as torchrun starts it: RECIPE.yaml DEVICE
+    die_in_a_step(TrainConfig.from_yaml(sys.argv[1]).to_dict(), 1, 3, "update", sys.argv[2])

@@ -1,6 +1,6 @@
 """One rank of test_train_sharded_optimizers.py: train a model that is sharded, print what became of its weights.
 
-python sharded_optimizers_worker.py STORE_FILE RANK WORLD_SIZE
+python sharded_optimizers_worker.py STORE_FILE RANK WORLD_SIZE DEVICE
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONFIGS = (
 STEPS = 4
 
 
-def build_model() -> CausalLM:
+def build_model(device: str) -> CausalLM:
     # Two ranks cut qkv_proj (6 + 2 + 2 rows) within q, and the projections to 9 hidden units into 5 and 4 rows.
     config = ModelConfig.from_dict(
         {
@@ -51,7 +51,7 @@ def build_model() -> CausalLM:
     )
     model = CausalLM(config)
     model.init_weights(torch.Generator().manual_seed(0))
-    return model
+    return model.to(device)
 
 
 def shard(model: CausalLM, mesh: Any) -> CausalLM:
@@ -64,7 +64,7 @@ def shard(model: CausalLM, mesh: Any) -> CausalLM:
 def give_gradients(model: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for _, parameter in trainable(model):
-        grad = torch.randn(parameter.shape, generator=generator)
+        grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
         if isinstance(parameter, DTensor):
             grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.grad = grad
@@ -82,7 +82,8 @@ def difference(model: nn.Module, other: nn.Module) -> float:
 def run(config: Any, mesh: Any) -> dict[str, Any]:
     options = config.to_dict()
     name = options.pop("name")
-    alone, sharded, resumed = build_model(), shard(build_model(), mesh), shard(build_model(), mesh)
+    alone = build_model(mesh.device_type)
+    sharded, resumed = (shard(build_model(mesh.device_type), mesh) for _ in range(2))
     optimizer = OptimizerFactory.create(name, alone, **options)
     sharded_optimizer = OptimizerFactory.create(name, sharded, **options)
     trackers = [GradSNRTracker(trainable(model), 0.9) for model in (alone, sharded)]
@@ -107,7 +108,7 @@ def run(config: Any, mesh: Any) -> dict[str, Any]:
     return {
         "sharded": all(isinstance(parameter, DTensor) for _, parameter in trainable(sharded)),
         "same_roles": [i.name for i in optimized_parameters(alone)] == [i.name for i in optimized_parameters(sharded)],
-        "moved": difference(alone, build_model()),
+        "moved": difference(alone, build_model(mesh.device_type)),
         "difference": difference(sharded, alone),
         "resumed": difference(sharded, resumed),
         "ratios": [trackers[0].ratio(), trackers[1].ratio(add_up)],
@@ -118,7 +119,7 @@ def refusals(mesh: Any) -> dict[str, str]:
     """What a column shard is answered with."""
     messages = {}
     for config in CONFIGS[2:]:
-        model = build_model()
+        model = build_model(mesh.device_type)
         down = model.model.layers[0].mlp.down_proj
         down.weight = nn.Parameter(distribute_tensor(down.weight.detach(), mesh, [Shard(1)]))
         options = config.to_dict()
@@ -130,9 +131,12 @@ def refusals(mesh: Any) -> dict[str, str]:
     return messages
 
 
-def main(store: str, rank: int, world_size: int) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    mesh = init_device_mesh("cpu", (world_size,))
+def main(store: str, rank: int, world_size: int, device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    distributed.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    mesh = init_device_mesh(device, (world_size,))
     found = {config.name: run(config, mesh) for config in CONFIGS}
     refused = refusals(mesh)
     if rank == 0:
@@ -141,4 +145,4 @@ def main(store: str, rank: int, world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

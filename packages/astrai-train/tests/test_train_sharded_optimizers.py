@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 WORKER = Path(__file__).with_name("sharded_optimizers_worker.py")
 WORLD_SIZE = 2
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What rank 0 of two gloo processes found."""
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What rank 0 of two processes found, by gloo on the CPU or by NCCL on as many GPUs."""
+    if request.param == "cuda" and torch.cuda.device_count() < WORLD_SIZE:
+        pytest.skip(f"{WORLD_SIZE} ranks need as many GPUs")
     store = tmp_path_factory.mktemp("sharded") / "store"
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(store), str(rank), str(WORLD_SIZE)],
+            [sys.executable, str(WORKER), str(store), str(rank), str(WORLD_SIZE), request.param],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

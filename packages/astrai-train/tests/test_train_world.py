@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import distributed
 
 from astrai_core.errors import AstraiError, BackendError, CheckpointError, ConfigError, DataError
-from astrai_train import TrainConfig
+from astrai_train import TrainConfig, compilation
+from astrai_train.checkpoint import CheckpointStore, TrainingState
+from astrai_train.parallel import world
 from astrai_train.parallel.mode import ParallelMode
 from astrai_train.parallel.shards import HostCopies, read_tensors, write_tensors
 from astrai_train.parallel.world import World
@@ -22,6 +26,7 @@ from astrai_train.strategy.base import StepLoss, merge_losses
 from astrai_train.trainer import CLIP_EPS
 
 CPU = torch.device("cpu")
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 RANK_1_OF_2 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 
 
@@ -50,19 +55,89 @@ def test_a_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         World.join("ddp", "cuda:0", RANK_1_OF_2)
 
 
+@devices
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_one_rank_is_one_process(run_recipe: Callable[..., dict[str, Any]], tmp_path: Path, mode: str) -> None:
+def test_one_rank_is_one_process(
+    run_recipe: Callable[..., dict[str, Any]], tmp_path: Path, mode: str, device: str
+) -> None:
     """Rule 13: the same code for one; without torchrun's variables, and nothing stays open afterwards."""
     losses = []
     for name in ("none", mode):
         recipe = run_recipe({"parallel": {"mode": name}, "output_dir": str(tmp_path / name), "max_steps": 2})
-        trainer = build(TrainConfig.from_dict(recipe), device="cpu")
+        trainer = build(TrainConfig.from_dict(recipe), device=device)
         assert distributed.is_initialized() == (name != "none")
         losses.append([trainer._step(batches).loss for batches in [iter(trainer.context.source)] for _ in range(2)])
         trainer.context.checkpoints.close()
         trainer.context.parallel.world.leave()
         assert not distributed.is_initialized()
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@devices
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_shard_is_saved_and_taken_up(
+    run_recipe: Callable[..., dict[str, Any]], tmp_path: Path, device: str, asynchronous: bool
+) -> None:
+    """Rule 6: by the way of several ranks, which on a GPU goes through NCCL, pinned memory and a mesh of the hosts."""
+    weights = []
+    for name, stops in (("straight", [4]), ("broken", [2, 4])):
+        changes = {"parallel": {"mode": "fsdp"}, "checkpoint.asynchronous": asynchronous, "ema_decay": 0.5}
+        changes |= {"optimizer": {"name": "muon_adamw", "lr": 1e-3}, "lr_schedule": {"name": "constant"}}
+        for stop in stops:
+            recipe = run_recipe({**changes, "output_dir": str(tmp_path / name), "max_steps": stop})
+            result = train(TrainConfig.from_dict(recipe), resume=stop > stops[0], device=device)
+        weights.append(load_file(result.checkpoint / "model.safetensors"))
+    assert max(float((weights[1][name] - value).abs().max()) for name, value in weights[0].items()) < 1e-5
+
+
+def test_checkpoints_are_written_on_the_rank_s_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A new thread is on the first GPU, where torch would wait for copies that another makes."""
+    used: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: used.append((threading.current_thread().name, d)))
+    second = torch.device("cuda", 1)
+    store = CheckpointStore(tmp_path, keep=None, asynchronous=False, world=World(second, rank=1, size=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(World, "first", lambda self, work: work())
+        patch.setattr(World, "gather", lambda self, value: [value])
+        store.save(1, None, TrainingState({}, {"a": torch.ones(2)}))
+    store.close()
+    assert used == [("astrai-checkpoint_0", second)]
+
+
+@pytest.mark.parametrize(("device", "minutes"), [("cuda", 10), ("cpu", None)])
+def test_a_gpu_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch, device: str, minutes: int | None) -> None:
+    """With gloo beside NCCL torch would wait half an hour for a rank that has gone."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(distributed, "init_process_group", lambda **options: given.update(options))
+    monkeypatch.setattr(distributed, "new_group", lambda **options: None)
+    monkeypatch.setattr(world, "_own_device", lambda *_: torch.device(device))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    World.join("ddp", device, {})
+    assert given.get("timeout") == (None if minutes is None else timedelta(minutes=minutes))
+
+
+def test_replicas_compile_whole_blocks(
+    run_recipe: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one process does: torch alone cuts a block of a megabyte where a bucket of gradients is full."""
+    graphs: list[int] = []
+    monkeypatch.setattr(compilation, "BACKEND", lambda graph, _: graphs.append(len(graph.graph.nodes)) or graph.forward)
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    sizes = {"hidden_size": 128, "intermediate_size": 2048, "num_hidden_layers": 1}
+    found = []
+    for mode in ("none", "ddp"):
+        recipe = run_recipe(
+            {"parallel": {"mode": mode}, "output_dir": str(tmp_path / mode), "precision.compile": "default"}
+        )
+        recipe["model"]["architecture"] |= sizes
+        trainer = build(TrainConfig.from_dict(recipe), device="cpu")
+        trainer._step(iter(trainer.context.source))
+        trainer.context.checkpoints.close()
+        trainer.context.parallel.world.leave()
+        found.append(graphs.copy())
+        graphs.clear()
+        torch._dynamo.reset()
+    assert found[0] and found[0] == found[1]
 
 
 def test_ranks_wait_for_what_rank_0_does_alone(monkeypatch: pytest.MonkeyPatch) -> None:

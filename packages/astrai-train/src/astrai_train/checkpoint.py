@@ -96,7 +96,7 @@ class CheckpointStore:
         self.tokenizer = tokenizer
         self.generation_config = generation_config
         self.base_model = base_model
-        self._writer = ThreadPoolExecutor(1, "astrai-checkpoint")
+        self._writer = ThreadPoolExecutor(1, "astrai-checkpoint", _use, (self.world.device,))
         self._weights, self._tensors = HostCopies(), HostCopies()
         self._pending: Future[None] | None = None
 
@@ -276,6 +276,12 @@ def load_training_state(path: Path) -> dict[str, Any]:
             f"{path / STATE}: has format {state['format']}, this astrai-train reads {FORMAT}; use the version that wrote it"
         )
     return state
+
+
+def _use(device: torch.device) -> None:
+    """Let a thread be on its rank's GPU: a new one is on the first, whose streams torch would wait for in a save."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _remove_leftovers(parent: Path, name: str) -> None:

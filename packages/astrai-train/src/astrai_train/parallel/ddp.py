@@ -39,6 +39,9 @@ class DDP(ParallelMode):
 
     def prepare(self, model: CausalLM) -> None:
         """Send rank 0's weights to all, and have gradients added up."""
+        # torch would cut a compiled block where a bucket of gradients is full. The backward pass of a block is short enough
+        # to wait for, and what is cut is not fused.
+        torch._dynamo.config.optimize_ddp = False
         self._replica = DistributedDataParallel(_Losses(model), gradient_as_bucket_view=True)
         self._replica.register_comm_hook(None, lambda _, bucket: _sum(bucket))
 

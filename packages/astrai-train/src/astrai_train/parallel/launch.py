@@ -26,8 +26,8 @@ T = TypeVar("T")
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to end by themselves after one has failed."""
 
-TRACE_CHARS = 20_000
-"""Longest traceback that a rank hands over: a report must fit the pipe, which is read when the rank has ended."""
+ABORT_SECONDS = 0.5
+"""Within this time of a rank's abort, what others tell is taken for its consequence."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,32 @@ class _Rank(Generic[T]):
     number: int
     process: SpawnProcess
     reports: Connection
+    heard: bool = False
     result: tuple[T] | None = None
     failure: _Failure | None = None
 
-    def collect(self) -> None:
-        """Take in what an ended rank has told, or how it was ended."""
+    def hear(self) -> None:
+        """Take in what the rank tells, which may be nothing if it was killed."""
+        self.heard = True
         try:
             told = self.reports.recv()
-        except EOFError:  # it ended without a word
-            told = None
+        except (EOFError, OSError):  # it ended without a word, or in the middle of one
+            return
         if isinstance(told, _Failure):
             self.failure = told
-        elif told is not None:
+        else:
             self.result = told
-        elif self.process.exitcode:
-            # Whoever was killed was first: nobody else knew of it before.
-            self.failure = _Failure(0.0, TrainingError(_ending(self.process.exitcode)), "")
+
+    def end(self) -> None:
+        """Take in how a rank that has ended was ended."""
+        self.process.join()
+        if not self.heard:
+            self.hear()
+        if self.failure is None and self.result is None and self.process.exitcode:
+            # Whoever was killed was first: nobody else knew of it before. But abort is also how torch's watchdog ends a rank
+            # whose GPU waits for one that has gone; whom an abort takes along tells of it at once.
+            at = time.time() - ABORT_SECONDS if self.process.exitcode == -signal.SIGABRT else 0.0
+            self.failure = _Failure(at, TrainingError(_ending(self.process.exitcode)), "")
 
 
 class RankError(Exception):
@@ -78,8 +88,7 @@ def launch(work: Callable[[], T], nprocs: int, *, set_up: Callable[[], None] | N
     Parameters
     ----------
     work
-        What every rank does; it and its result must be picklable, and the result small: it is told through a pipe that
-        is read when the rank has ended.
+        What every rank does; it and its result must be picklable.
     set_up
         Called first in every rank, for logging and the like; picklable.
 
@@ -141,20 +150,25 @@ def launch(work: Callable[[], T], nprocs: int, *, set_up: Callable[[], None] | N
 
 
 def _watch(ranks: list[_Rank[T]]) -> _Rank[T] | None:
-    """Wait until all have ended, and no longer than the grace once one has failed; return the first that failed."""
+    """Wait until all have ended, and no longer than the grace once one has failed; return the first that failed.
+
+    What a rank tells is heard before it ends: with others waiting for it on its GPU, one that has failed may be unable to.
+    """
     running = {rank.process.sentinel: rank for rank in ranks}
     deadline: float | None = None
     while running:
-        ended = wait(list(running), None if deadline is None else max(0.0, deadline - time.monotonic()))
-        if not ended:
+        silent = {rank.reports: rank for rank in running.values() if not rank.heard}
+        ready = wait([*running, *silent], None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not ready:
             break
-        for sentinel in ended:
-            assert isinstance(sentinel, int), "sentinels of processes are numbers"
-            rank = running.pop(sentinel)
-            rank.process.join()
-            rank.collect()
-            if rank.failure is not None and deadline is None:
-                deadline = time.monotonic() + GRACE_SECONDS
+        for source in ready:
+            if isinstance(source, Connection):
+                silent[source].hear()
+        for source in ready:
+            if isinstance(source, int):
+                running.pop(source).end()
+        if deadline is None and any(rank.failure is not None for rank in ranks):
+            deadline = time.monotonic() + GRACE_SECONDS
     failures = [rank for rank in ranks if rank.failure is not None]
     return min(failures, key=lambda rank: rank.failure.at if rank.failure else 0.0, default=None)
 
@@ -211,7 +225,10 @@ def _enter(
     if set_up is not None:
         set_up()
     with _Reporting(reports):
-        reports.send((work(),))
+        result = work()
+        if distributed.is_initialized():  # NCCL's threads, left alone, may keep a process from ending
+            distributed.destroy_process_group()
+        reports.send((result,))
 
 
 class _Reporting:
@@ -230,7 +247,7 @@ class _Reporting:
             return False
         text = "" if isinstance(error, KeyboardInterrupt) else "".join(traceback.format_exception(error))
         told = error if isinstance(error, AstraiError) else _unforeseen(error)
-        self._reports.send(_Failure(time.time(), told, text[-TRACE_CHARS:]))
+        self._reports.send(_Failure(time.time(), told, text))
         return True
 
 

@@ -20,6 +20,11 @@ PATIENCE = timedelta(days=2)
 """How long a rank waits for words of another: rank 0 may score a whole data set while the others wait. One that has
 ended is noticed at once."""
 
+STALL = timedelta(minutes=10)
+"""How long GPUs wait for each other in one exchange. A GPU that waits for a rank which has gone is not told, and its host
+waits with it; where nothing else ends the process, torch's watchdog does so then. torch's own limit for NCCL, which beside
+gloo it would make half an hour."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -153,7 +158,9 @@ def _own_device(device: str | None, local_rank: int, size: int) -> torch.device:
 
 
 def _open_group(device: torch.device, rank: int, size: int, environment: Mapping[str, str]) -> None:
-    options: dict[str, Any] = {"backend": "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"}
+    options: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":
+        options = {"backend": "cpu:gloo,cuda:nccl", "timeout": STALL}
     if "MASTER_ADDR" not in environment:
         if size > 1:
             raise ConfigError("WORLD_SIZE is set but MASTER_ADDR is not; start the ranks by torchrun or --nprocs")
