@@ -35,13 +35,13 @@ def check_dtype(op: str, name: str, tensor: Tensor, *accepted: torch.dtype) -> N
 
 def check_shape(op: str, name: str, tensor: Tensor, expected: tuple[int, ...], meaning: str) -> None:
     """Check the tensor's shape; ``meaning`` says where the expected one comes from."""
-    if tuple(tensor.shape) != tuple(expected):
+    if tensor.shape != expected:
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} ({meaning})")
 
 
 def check_last_dim(op: str, name: str, tensor: Tensor) -> None:
     """Check that the last dimension is contiguous."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(
             f"{op}: {name} has stride {tensor.stride(-1)} in its last dimension, expected 1 (contiguous); nothing is "
             "copied silently"
@@ -59,6 +59,8 @@ def check_output(op: str, name: str, out: Tensor, like_name: str, like: Tensor) 
 
 def check_distinct(op: str, name: str, out: Tensor) -> None:
     """Check that an output's elements do not overlap."""
+    if out.is_contiguous():
+        return
     extent = 1
     for stride, size in sorted((out.stride(i), out.shape[i]) for i in range(out.dim()) if out.shape[i] > 1):
         if stride < extent:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from . import _checks as checks
-from ._attention import check_operands
 from ._library import refuse_grad, register
 from ._loader import extension
 from .qkv import QkvInputs, check_inputs, row
@@ -130,8 +129,17 @@ def _fake(
     for name, rows, elements in (("qkv", qkv, 8), ("cos", cos, 4), ("sin", sin, 4)):
         if rows is not None and rows.shape[0] > 1 and rows.stride(0) % elements:
             raise ValueError(f"{_OP}: {name} has strides {rows.stride()}, expected rows at multiples of 16 bytes")
-    q = qkv[:, : n_heads * head_dim].unflatten(1, (n_heads, head_dim))
-    check_operands(_OP, q, k_buffer, v_buffer, None, n_kv_heads, out, None, req_to_token, None, None, None, None)
+    checks.check_device(_OP, "out", out, qkv.device)
+    checks.check_dtype(_OP, "out", out, qkv.dtype)
+    checks.check_shape(_OP, "out", out, (qkv.shape[0], n_heads, head_dim), "rows of qkv, the plan's heads and head_dim")
+    checks.check_last_dim(_OP, "out", out)
+    checks.check_distinct(_OP, "out", out)
+    for name, heads in (("k_buffer", k_buffer), ("v_buffer", v_buffer), ("out", out)):
+        if (heads.stride(0) % 8 or heads.stride(1) % 8) and heads.numel():
+            raise ValueError(f"{_OP}: {name} has strides {heads.stride()}, expected multiples of 8 elements (16 bytes)")
+    checks.check_device(_OP, "req_to_token", req_to_token, qkv.device)
+    checks.check_dtype(_OP, "req_to_token", req_to_token, torch.int32)
+    checks.check_last_dim(_OP, "req_to_token", req_to_token)
 
 
 def _kernel(
