@@ -213,6 +213,11 @@ def test_outgrowing_the_pool_ends_with_length():
         ([1], {"logit_bias": {300: 1.0}}, "logit_bias: token id 300"),
         ([1], {"stop_token_ids": [300]}, "stop_token_ids: token id 300"),
         ([1], {"allowed_token_ids": [300]}, "allowed_token_ids: token id 300"),
+        (
+            [1],
+            {"allowed_token_ids": [7, EOS_ID], "stop_token_ids": [7], "min_tokens": 2},
+            "min_tokens is 2 but each of",
+        ),
         ([{"role": "user"}, {"role": 3, "content": "x"}], {}, r"messages\[0\]"),
     ],
 )

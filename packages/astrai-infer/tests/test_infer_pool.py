@@ -366,7 +366,7 @@ def test_releasing_twice_is_caught():
 
 
 @pytest.mark.parametrize(
-    "module", ["scheduler", "task", "queue", "config", "cache.allocator", "cache.prefix", "text.detokenize"]
+    "module", ["scheduler", "task", "queue", "turns", "config", "cache.allocator", "cache.prefix", "text.detokenize"]
 )
 def test_host_side_modules_import_no_torch(module):
     code = f"import sys, astrai_infer.{module}; sys.exit('torch' in sys.modules)"

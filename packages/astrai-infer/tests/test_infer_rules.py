@@ -16,7 +16,7 @@ from astrai_core.errors import AstraiError, EngineError
 from astrai_core.types import Request
 from astrai_infer import InferenceEngine
 from astrai_infer.task import Delta
-from astrai_infer.testing import VOCAB_SIZE, ScriptedModel, small_engine, tiny_model
+from astrai_infer.testing import VOCAB_SIZE, ScriptedModel, device_engine, small_engine, tiny_model
 
 GOOD = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 GOOD_PROMPTS = [[1, 2, 3], list(range(40))]
@@ -227,6 +227,23 @@ def test_every_waiter_of_a_dead_loop_hears_at_once():
     finally:
         engine.close()
         threading.excepthook = silent
+
+
+@pytest.mark.parametrize("road", ["plain", "device"])
+def test_what_nearly_divides_by_zero_does_not(road):
+    """Rule 3: at the least temperature a draw is the argmax, and a tiny penalty leaves every log-probability a number."""
+    model = tiny_model()
+    engine = small_engine(model) if road == "plain" else device_engine(model, None)
+    with engine:
+        expected = engine.generate(GOOD_PROMPTS, GOOD)
+        for temperature in (1e-30, 1e-42, 5e-324):
+            params = SamplingParams(temperature=temperature, max_tokens=6, ignore_eos=True, seed=1, top_p=0.9)
+            assert [c.token_ids for c in engine.generate(GOOD_PROMPTS, params)] == [c.token_ids for c in expected]
+        params = SamplingParams(
+            temperature=1e-42, repetition_penalty=1e-42, max_tokens=6, logprobs=2, logprobs_mode="processed"
+        )
+        for completion in engine.generate(GOOD_PROMPTS, params):
+            assert not any(math.isnan(entry.logprob) for entry in completion.logprobs)
 
 
 @torch.no_grad()

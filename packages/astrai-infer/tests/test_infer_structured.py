@@ -6,10 +6,12 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from astrai_core.errors import ConfigError, RequestError
-from astrai_core.types import SamplingParams, StructuredOutput
+from astrai_core.types import Request, SamplingParams, StructuredOutput
+from astrai_infer.task import Delta
 from astrai_infer.testing import scripted_engine, small_engine, tiny_model
 
 SCHEMA: dict[str, Any] = {
@@ -47,6 +49,28 @@ def test_a_random_model_writes_what_the_language_admits(model: Any, temperature:
         assert re.fullmatch(r"[A-Z]{3}-\d{4}", texts["regex"].text)
         assert texts["choice"].text in asked["choice"].choice
         assert re.fullmatch(r"\(*x?\)*", texts["grammar"].text)
+
+
+def test_a_token_that_the_language_refuses_is_no_part_of_the_answer(model: Any) -> None:
+    """Rules 10 and 13: the error names it, and the deltas join to what the completion holds."""
+    engine = small_engine(model)
+    deltas: list[Delta] = []
+    asked = Request(
+        prompt_token_ids=(97,), params=params(StructuredOutput(regex="[a-z]{9}"), temperature=0.0, logprobs=0)
+    )
+    (task,) = engine.tasks.make(asked, deltas.append)
+    engine.scheduler.submit([task])
+    for _ in range(3):
+        engine.scheduler.step()
+    task.grammar.allowed = lambda width: np.arange(width) == ord("9")
+    while engine.scheduler.step():
+        pass
+    completion = deltas[-1].completion
+    assert completion is not None and completion.finish_reason == "error"
+    assert completion.error is not None and completion.error.startswith("structured output: ")
+    told = [token for delta in deltas for token in delta.token_ids]
+    assert list(completion.token_ids) == told and len(told) == 3
+    assert [entry.token_id for entry in completion.logprobs or ()] == told
 
 
 def test_white_space_is_bounded(model: Any) -> None:

@@ -10,6 +10,8 @@ from astrai_core.checkpoint.hf_adapter import checkpoint_tensors
 from astrai_core.errors import CheckpointError, ConfigError, EngineError
 from astrai_core.types import Request
 from astrai_infer import EngineConfig, InferenceEngine
+from astrai_infer.embedding import embed
+from astrai_infer.task import Delta
 from astrai_infer.testing import byte_tokenizer, tiny_model
 
 TOKENIZER = byte_tokenizer()
@@ -64,8 +66,29 @@ def test_a_failed_update_is_not_served():
             subject.update_weights(copies(1)[:-1], version=1)
         with pytest.raises(EngineError, match="update the weights again"):
             subject.generate(PROMPT, GREEDY)
+        with pytest.raises(EngineError, match="update the weights again"):
+            embed(subject, [PROMPT], "mean")
         subject.update_weights(copies(1), version=1)
         assert subject.generate(PROMPT, GREEDY).weight_version == 1
+
+
+def test_a_failed_update_ends_what_ran():
+    """No token is of weights that are half the old and half the new ones."""
+    subject = engine(0)
+    heard: list[Delta] = []
+    for _ in range(3):
+        subject.scheduler.submit(subject.tasks.make(Request(prompt_token_ids=PROMPT, params=GREEDY), heard.append))
+    for _ in range(4):
+        subject.scheduler.step()
+    n_tokens = sum(len(delta.token_ids) for delta in heard)
+    with pytest.raises(CheckpointError):
+        subject.update_weights(copies(1)[:-1], version=1)
+    while subject.scheduler.step():
+        pass
+    ends = [delta.completion for delta in heard if delta.completion is not None]
+    assert [end.error for end in ends] == ["an update of the weights failed half way"] * 3
+    assert sum(len(delta.token_ids) for delta in heard) == sum(len(end.token_ids) for end in ends) == n_tokens
+    assert subject.pool.n_used == 0
 
 
 @pytest.mark.parametrize("how", ["pause", "sleep"])

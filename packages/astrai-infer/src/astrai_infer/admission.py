@@ -91,7 +91,12 @@ class TaskFactory:
                 "shorten the prompt or raise max_seq_len"
             )
         adapter = self._adapter(request.adapter)
-        eos = frozenset() if params.ignore_eos else self._eos_ids
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        if params.min_tokens and params.allowed_token_ids is not None and stop_ids.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                f"min_tokens is {params.min_tokens} but each of allowed_token_ids ends the completion; allow another id or "
+                "leave out min_tokens"
+            )
         grammar = self._grammar(params)
         tasks: list[Task] = []
         for index in range(params.n):
@@ -101,7 +106,7 @@ class TaskFactory:
                 params,
                 seed=self._seed(params.seed, index),
                 max_total_len=min(self._max_seq_len, self._capacity),
-                stop_ids=eos | frozenset(params.stop_token_ids),
+                stop_ids=stop_ids,
                 text=TextStream(self._tokenizer, params),
                 on_delta=on_delta,
                 index=index,

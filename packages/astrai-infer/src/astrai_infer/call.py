@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -29,6 +29,8 @@ class Call:
         self.counts = counts
         self.n_open = sum(counts)
         self.request_ids: list[str] = []
+        self.abandoned = False
+        """Nobody waits for it any more, also while its prompts are still being queued."""
 
     def take(self, delta: Delta) -> Delta:
         """Note a delta; the failure of a single prompt raises."""
@@ -48,6 +50,16 @@ class Call:
         return listed[0] if self.single else listed
 
 
+def collect_into(slots: list[Completion | None]) -> Callable[[Delta], None]:
+    """Return what puts each completion of a prompt into the slot of its choice."""
+
+    def on_delta(delta: Delta) -> None:
+        if delta.completion is not None:
+            slots[delta.choice] = delta.completion
+
+    return on_delta
+
+
 def is_conversation(prompt: Any) -> bool:
     """A list of messages."""
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
@@ -58,6 +70,12 @@ def is_list_of_prompts(prompts: Any) -> bool:
     if isinstance(prompts, str) or is_conversation(prompts):
         return False
     return isinstance(prompts, Sequence) and not (len(prompts) > 0 and isinstance(prompts[0], Integral))
+
+
+def new_call(prompts: Any, params: Any) -> Call:
+    """Describe a call of which nothing is queued yet."""
+    single = not is_list_of_prompts(prompts)
+    return Call(single, [each.n for each in params_for(params, 1 if single else len(prompts))])
 
 
 def params_for(params: Any, n_prompts: int) -> list[SamplingParams]:

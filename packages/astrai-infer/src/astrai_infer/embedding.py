@@ -40,6 +40,8 @@ def embed(
     ------
     RequestError
         If a prompt is empty, too long, or holds an id outside the vocabulary; if the adapter is not loaded.
+    EngineError
+        If the engine is closed, or its weights are half updated.
     """
     model, vocab = engine.model, engine.model.config.vocab_size
     for i, ids in enumerate(prompts):
@@ -52,6 +54,7 @@ def embed(
     vectors = []
     for ids in prompts:
         with engine.scheduler.between_steps(recompute=False), engine.adapters.applied(adapter, len(ids)):
+            engine.check_alive()
             hidden = model.hidden_states(torch.tensor([ids], device=model.device))[0].float()
         pooled = hidden.mean(0) if pooling == "mean" else hidden[-1]
         vectors.append(normalize(pooled, dim=0).tolist())

@@ -32,6 +32,9 @@ from astrai_infer.sampling.grammar import GrammarCompiler
 from astrai_infer.scheduler import InferenceScheduler
 from astrai_infer.task import Delta
 
+CLOSED = "the engine is closed; create a new one"
+HALF_UPDATED = "the last update_weights failed half way; update the weights again"
+
 
 class InferenceEngine(PromptFront):
     """Continuous batching over one model.
@@ -92,7 +95,8 @@ class InferenceEngine(PromptFront):
         self.scheduler = InferenceScheduler(self.config, self.pool, self._executor, self.tasks.make)
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._weights_whole = True
+        self._owner = threading.Lock()
+        """Whoever pauses, wakes or changes the engine does it alone."""
 
     @classmethod
     def from_pretrained(
@@ -170,27 +174,30 @@ class InferenceEngine(PromptFront):
         )
 
     def pause(self) -> None:
-        """Run no further step until :meth:`resume`; live requests keep their place, new ones queue up."""
-        self.scheduler.pause()
+        """Run no further step until :meth:`resume`; live requests keep their place, new ones queue up, aborts are served."""
+        with self._owner:
+            self.scheduler.pause()
 
     def resume(self) -> None:
         """Go on after :meth:`pause` or :meth:`sleep`; the KV cache's memory is taken again."""
-        if self.pool.allocate():
-            self._executor.prepare()
-        self.scheduler.resume()
+        with self._owner:
+            if self.pool.allocate():
+                self._executor.prepare()
+            self.scheduler.resume()
 
     def sleep(self) -> None:
         """Pause and give the KV cache's memory back; live requests are recomputed after :meth:`resume`."""
-        self.pause()
-        with self.scheduler.between_steps(recompute=True):
-            self._executor.forget()
-            self.pool.free()
+        with self._owner:
+            self.scheduler.pause()
+            with self.scheduler.between_steps(recompute=True):
+                self._executor.forget()
+                self.pool.free()
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copy new weights over the old ones, which keep their addresses.
 
-        Running requests keep their tokens and recompute their keys and values with the new weights; the prefix cache
-        is emptied; completions report `version` as their ``weight_version``.
+        Running requests keep their tokens and recompute their keys and values with the new weights; those that come
+        meanwhile wait; the prefix cache is emptied; completions report `version` as their ``weight_version``.
 
         Parameters
         ----------
@@ -204,18 +211,23 @@ class InferenceEngine(PromptFront):
         ConfigError
             If `version` does not rise.
         CheckpointError
-            If a tensor is missing, unknown or misshapen. The weights are then a mixture: the engine refuses requests
-            until an update succeeds.
+            If a tensor is missing, unknown or misshapen. The weights are then a mixture: live requests end with an error,
+            and the engine refuses new ones until an update succeeds.
         """
-        if version <= self.scheduler.weight_version:
-            raise ConfigError(f"version is {version}, it must be larger than {self.scheduler.weight_version}")
-        with self.scheduler.between_steps(recompute=True):
-            self._weights_whole = False
-            load_tensors(self.model, tensors, "update_weights")
-            if self._packs:
-                self.model.pack_weights()
-            self.scheduler.weight_version = version
-            self._weights_whole = True
+        scheduler = self.scheduler
+        with self._owner:
+            if version <= scheduler.weight_version:
+                raise ConfigError(f"version is {version}, it must be larger than {scheduler.weight_version}")
+            with scheduler.between_steps(recompute=True):
+                try:
+                    load_tensors(self.model, tensors, "update_weights")
+                    if self._packs:
+                        self.model.pack_weights()
+                except BaseException:
+                    scheduler.end_all("an update of the weights failed half way", HALF_UPDATED)
+                    raise
+                scheduler.weight_version = version
+                scheduler.refusal = CLOSED if self._closed else None
 
     def load_adapter(self, name: str, directory: str | Path) -> None:
         """Let requests ask for one more adapter; the weights stay as they are, and what runs goes on.
@@ -254,7 +266,7 @@ class InferenceEngine(PromptFront):
             self.scheduler.work.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self.scheduler.fail_all("the engine was closed")
+        self.scheduler.fail_all("the engine was closed", CLOSED)
         self.adapters.close()
 
     def __enter__(self) -> Self:
@@ -272,9 +284,9 @@ class InferenceEngine(PromptFront):
     def check_alive(self) -> None:
         """Raise EngineError if the engine is closed, or its weights are half updated."""
         if self._closed:
-            raise EngineError("the engine is closed; create a new one")
-        if not self._weights_whole:
-            raise EngineError("the last update_weights failed half way; update the weights again")
+            raise EngineError(CLOSED)
+        if self.scheduler.refusal is not None:
+            raise EngineError(self.scheduler.refusal)
 
     def _ensure_running(self) -> None:
         with self.scheduler.work:
@@ -293,5 +305,5 @@ class InferenceEngine(PromptFront):
                 scheduler.step()
         except BaseException as error:
             self._closed = True
-            scheduler.fail_all(f"the engine stopped: {type(error).__name__}: {error}")
+            scheduler.fail_all(f"the engine stopped: {type(error).__name__}: {error}", CLOSED)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import queue
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from astrai_infer.call import (
     Prompts,
     Result,
     adapters_for,
-    is_list_of_prompts,
+    new_call,
     params_for,
     refusal,
 )
@@ -86,7 +87,8 @@ class PromptFront(ABC):
             If the engine failed.
         """
         inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-        call = self._start(prompts, params, adapter, inbox.put)
+        call = new_call(prompts, params)
+        self._start(call, prompts, params, adapter, inbox.put)
         deltas = self._drain(call, inbox)
         return deltas if stream else call.results(list(deltas))
 
@@ -103,28 +105,30 @@ class PromptFront(ABC):
     ) -> Awaitable[Result | list[Result]] | AsyncIterator[Delta]:
         """Do the same for asyncio: await the result, or iterate with ``async for`` when streaming."""
         deltas = self._stream_async(prompts, params, adapter)
-        return deltas if stream else self._collect_async(prompts, params, adapter)
+        return deltas if stream else self._collect_async(prompts, params, deltas)
 
-    def _start(self, prompts: Any, params: Any, adapter: AdapterNames, deliver: Callable[[Delta], None]) -> Call:
+    def _start(
+        self, call: Call, prompts: Any, params: Any, adapter: AdapterNames, deliver: Callable[[Delta], None]
+    ) -> None:
         """Queue all prompts of a call; a list's bad prompts are answered at once with an error completion."""
         self.check_alive()
-        single = not is_list_of_prompts(prompts)
-        listed: list[Prompt] = [prompts] if single else list(prompts)
+        listed: list[Prompt] = [prompts] if call.single else list(prompts)
         each, names = params_for(params, len(listed)), adapters_for(adapter, len(listed))
-        call = Call(single, [p.n for p in each])
         for i, (prompt, sampling, own) in enumerate(zip(listed, each, names, strict=True)):
             request_id = f"req-{next(self._request_numbers)}"
-            call.request_ids.append(request_id)
             try:
                 ids = tuple(self.encode(prompt))
                 request = Request(prompt_token_ids=ids, params=sampling, request_id=request_id, adapter=own)
                 self.submit(request, deliver, i)
+                call.request_ids.append(request_id)
             except AstraiError as error:
-                if single:
+                if call.single:
                     raise
                 for choice in range(sampling.n):
                     deliver(refusal(str(error), request_id, choice, i))
-        return call
+            if call.abandoned:  # meanwhile, by another thread, which may not have seen this id
+                self.abort(request_id)
+                return
 
     def _drain(self, call: Call, inbox: queue.SimpleQueue[Delta]) -> Iterator[Delta]:
         try:
@@ -134,26 +138,26 @@ class PromptFront(ABC):
             self._abandon(call)
 
     async def _stream_async(self, prompts: Any, params: Any, adapter: AdapterNames) -> AsyncIterator[Delta]:
+        call = new_call(prompts, params)
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[Delta] = asyncio.Queue()
 
         def deliver(delta: Delta) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody listens
                 loop.call_soon_threadsafe(inbox.put_nowait, delta)
 
-        call = await asyncio.to_thread(self._start, prompts, params, adapter, deliver)
         try:
+            await asyncio.to_thread(self._start, call, prompts, params, adapter, deliver)
             while call.n_open:
                 yield call.take(await inbox.get())
         finally:
             self._abandon(call)
 
-    async def _collect_async(self, prompts: Any, params: Any, adapter: AdapterNames) -> Result | list[Result]:
-        each = params_for(params, len(prompts) if is_list_of_prompts(prompts) else 1)
-        shape = Call(not is_list_of_prompts(prompts), [p.n for p in each])
-        return shape.results([delta async for delta in self._stream_async(prompts, params, adapter)])
+    async def _collect_async(self, prompts: Any, params: Any, deltas: AsyncIterator[Delta]) -> Result | list[Result]:
+        return new_call(prompts, params).results([delta async for delta in deltas])
 
     def _abandon(self, call: Call) -> None:
+        call.abandoned = True
         if call.n_open:
             for request_id in call.request_ids:
                 self.abort(request_id)

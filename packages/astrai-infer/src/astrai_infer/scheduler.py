@@ -16,16 +16,18 @@ import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from astrai_core.errors import EngineError, RequestError
-from astrai_core.types import Completion, Request
+from astrai_core.types import Completion, FinishReason, Request
+from astrai_infer.call import collect_into
 from astrai_infer.config import EngineConfig
 from astrai_infer.outcome import advance, deliver
 from astrai_infer.queue import TaskQueue
 from astrai_infer.seams import AheadRunner, Launched, Pool, StepRunner
 from astrai_infer.speculation import make_drafter
 from astrai_infer.task import Batch, BatchItem, Delta, Task
+from astrai_infer.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -73,16 +75,20 @@ class InferenceScheduler:
         self.weight_version = 0
         self.paused = False
         self.work = threading.Condition()
-        """Guards the inbox below; notified when something arrives. Never held during a step."""
+        """Guards what is below; notified when something arrives. Never held during a step."""
         self._arrived: list[Task] = []
         self._aborted: set[str] = set()
-        self._stepping = threading.Lock()
+        self.refusal: str | None = None
+        """Why no request is taken; None while they are."""
+        self._stepping = Turns()
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
+        if self.paused:
+            return bool(self._aborted)
         waiting = len(self.waiting) or self._arrived or self._aborted
-        return not self.paused and bool(self.running or waiting or self._flight)
+        return bool(self.running or waiting or self._flight)
 
     @property
     def n_waiting(self) -> int:
@@ -101,6 +107,8 @@ class InferenceScheduler:
         ------
         RequestError
             If a prompt can never fit in the KV cache, an adapter is gone, or the queue is full; no task is queued then.
+        EngineError
+            If no request is taken any more, see :attr:`refusal`.
         """
         for task in tasks:
             if len(task.prompt_ids) >= self.pool.capacity:
@@ -109,6 +117,8 @@ class InferenceScheduler:
                     "and completion; shorten it or give the cache more memory"
                 )
         with self.work:
+            if self.refusal is not None:
+                raise EngineError(self.refusal)
             if gone := [task.adapter.name for task in tasks if task.adapter is not None and task.adapter.unloaded]:
                 raise RequestError(f"adapter {gone[0]!r} is not loaded any more; load it again")
             if self.n_waiting + len(tasks) > self.config.max_waiting:
@@ -119,7 +129,7 @@ class InferenceScheduler:
             self.work.notify_all()
 
     def pause(self) -> None:
-        """Run no further step until :meth:`resume`; requests keep their pages and new ones queue up."""
+        """Run no further step until :meth:`resume`; requests keep their pages, new ones queue up, aborted ones end."""
         with self._stepping:
             self._land()
             with self.work:
@@ -154,7 +164,7 @@ class InferenceScheduler:
         for request in requests:
             slots: list[Completion | None] = [None] * request.params.n
             done.append(slots)
-            tasks.extend(self._make_tasks(request, _collect_into(slots)))
+            tasks.extend(self._make_tasks(request, collect_into(slots)))
         self.submit(tasks)
         while not all(completion is not None for slots in done for completion in slots):
             if not self.step():
@@ -193,17 +203,23 @@ class InferenceScheduler:
         """List the tasks that have not ended; for whoever holds :meth:`between_steps` and :attr:`work`."""
         return [*self.running, *self.waiting, *self._arrived]
 
-    def fail_all(self, error: str) -> None:
-        """End everything with an error; no request waits for ever."""
+    def fail_all(self, error: str, refusal: str) -> None:
+        """End everything with an error and refuse what comes; no request waits for ever."""
         with self._stepping:
             self._flight = None
-            self._receive()
-            self._retire([*self.running, *self.waiting], error)
+            self.end_all(error, refusal)
+
+    def end_all(self, error: str, refusal: str) -> None:
+        """Do the same for whoever holds :meth:`between_steps`."""
+        with self.work:
+            self.refusal = refusal
+        self._receive()
+        self._retire([*self.running, *self.waiting], "error", error)
 
     def _step(self) -> bool:
+        self._receive()
         if self.paused:
             return False
-        self._receive()
         if self._flight is not None and self._flight[0].must_be_read:
             self._land()
         batch = self._schedule()
@@ -249,7 +265,7 @@ class InferenceScheduler:
         """End the requests of a step that failed."""
         logger.error("step %d failed", self.n_steps, exc_info=error)
         first_line = str(error).partition("\n")[0]
-        self._retire(tasks, f"a step failed: {type(error).__name__}: {first_line}")
+        self._retire(tasks, "error", f"a step failed: {type(error).__name__}: {first_line}")
 
     def _receive(self) -> None:
         """Take over what other threads left in the inbox."""
@@ -258,17 +274,8 @@ class InferenceScheduler:
             aborted, self._aborted = self._aborted, set()
         for task in arrived:
             self.waiting.push(task)
-        if not aborted:
-            return
-        for task in [task for task in self.running if task.request_id in aborted]:
-            self._release(task)
-            task.finish("abort")
-            task.notify()
-        dropped = [task for task in self.waiting if task.request_id in aborted]
-        self.waiting.remove(dropped)
-        for task in dropped:
-            task.finish("abort")
-            task.notify()
+        if aborted:
+            self._retire([task for task in (*self.running, *self.waiting) if task.request_id in aborted], "abort")
 
     def _schedule(self) -> Batch:
         """Choose the step's work and take the pages it needs."""
@@ -294,12 +301,13 @@ class InferenceScheduler:
                 chunks.append(BatchItem(task, task.computed_len, n_tokens, n_tokens == task.remaining_len))
                 budget -= n_tokens
         deferred: list[Task] = []
-        while budget and (head := self.waiting.peek()) is not None:
-            if self._awaits_first_choice(head):
+        # A deferred choice keeps its seat: nobody behind it in the queue takes the row that it will need.
+        while budget and len(self.running) + len(deferred) < self.config.max_num_seqs:
+            head = self.waiting.peek()
+            if head is not None and self._awaits_first_choice(head):
                 deferred.append(self.waiting.pop())
                 continue
-            # A deferred choice keeps its seat: nobody behind it in the queue takes the row that it will need.
-            if len(self.running) + len(deferred) >= self.config.max_num_seqs or not self._admit(head):
+            if head is None or not self._admit(head):
                 break
             n_tokens = min(head.remaining_len, budget)
             extended = self._make_room(head, n_tokens)
@@ -377,19 +385,12 @@ class InferenceScheduler:
         task.row = None
         self.running.remove(task)
 
-    def _retire(self, tasks: list[Task], error: str) -> None:
-        waiting = [task for task in tasks if task.row is None]
-        self.waiting.remove(waiting)
+    def _retire(self, tasks: list[Task], reason: FinishReason, error: str | None = None) -> None:
+        self.waiting.remove([task for task in tasks if task.row is None])
         for task in tasks:
             if task.row is not None:
                 self._release(task)
-            task.finish("error", error=error)
-            task.notify()
-
-
-def _collect_into(slots: list[Completion | None]) -> Callable[[Delta], None]:
-    def on_delta(delta: Delta) -> None:
-        if delta.completion is not None:
-            slots[delta.choice] = delta.completion
-
-    return on_delta
+            task.finish(reason, error=error)
+        with ExitStack() as stack:  # it runs all, in reverse: all hear, also behind one that cannot take its answer
+            for task in reversed(tasks):
+                stack.callback(task.notify)

@@ -175,15 +175,15 @@ class Task:
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take the sampled token: emit its text and finish if it ends the completion."""
-        self.token_ids.append(token_id)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
         complete = False
         if self.grammar is not None:
             complete = self.grammar.accept(token_id)
-            if self.grammar.error:
+            if self.grammar.error:  # the token is no part of the language, nor of the completion
                 self.finish("error", error=f"structured output: {self.grammar.error}")
                 return
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
         if token_id in self.stop_ids and self.output_len > self.params.min_tokens:
             is_eos = token_id not in self.params.stop_token_ids
             self.finish("stop", stop_reason=None if is_eos else token_id, stop_token_id=token_id)
@@ -207,9 +207,7 @@ class Task:
         error: str | None = None,
     ) -> None:
         """End the completion; :meth:`notify` then gives the caller its one final delta."""
-        tail, stop = self.text.end(stop_token_id)
-        if stop is not None and reason == "length":
-            reason, stop_reason = "stop", stop
+        tail, _ = self.text.end(stop_token_id)
         new = () if stop_token_id is None else (stop_token_id,)
         self._close(reason, tail, new, stop_reason, error)
 

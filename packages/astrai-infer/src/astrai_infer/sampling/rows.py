@@ -13,7 +13,7 @@ from torch import Tensor
 from astrai_core import sampling
 from astrai_core.types import SamplingParams, TokenLogprobs
 from astrai_infer.sampling import strategies
-from astrai_infer.sampling.batch_info import SamplingBatchInfo, SamplingView
+from astrai_infer.sampling.batch_info import SamplingBatchInfo, SamplingView, floats_of
 from astrai_infer.sampling.pipeline import logprob_entries, logprob_tensors, processed_scores
 from astrai_infer.task import Task
 
@@ -60,14 +60,7 @@ class RowSampler:
         """Write a task's row; after a preemption its history is rebuilt from the tokens it has."""
         assert task.row is not None, "admitted tasks have a row"
         p = task.params
-        self.floats[task.row] = (
-            p.temperature,
-            p.top_p,
-            p.min_p,
-            p.presence_penalty,
-            p.frequency_penalty,
-            p.repetition_penalty,
-        )
+        self.floats[task.row] = floats_of(p)
         self.ints[task.row] = (max(p.top_k, 0), task.seed)
         if p.counts_history:
             self.info.write_history(task)
